@@ -1,0 +1,3 @@
+"""From a legal graph to something that runs."""
+
+from __future__ import annotations

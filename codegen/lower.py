@@ -1,0 +1,67 @@
+"""Replace legal nodes by what runs best: the last step before a graph is handed to an executor."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from typing import Any
+
+from torch import fx
+
+from ..passes.gemm import written_gradients
+from ..passes.graph import calls
+
+
+def merge_backward(gm: fx.GraphModule) -> int:
+    """Merge the two halves of a split fused backward node where both read the same tensors; returns how many were merged.
+
+    Planning splits convolution backward into dgrad and wgrad. If both ended up in one precision, one call computes both.
+    """
+    halves: defaultdict[tuple[str, Any], list[fx.Node]] = defaultdict(list)
+    for node in calls(gm):
+        if "dsmp_split_of" in node.meta:
+            halves[node.meta["dsmp_split_of"], node.target].append(node)
+    count = 0
+    for pair in halves.values():
+        if len(pair) == 2 and _same_inputs(*pair):
+            _merge(gm, *pair)
+            count += 1
+    if count:
+        gm.recompile()
+    return count
+
+
+def _same_inputs(first: fx.Node, second: fx.Node) -> bool:
+    inputs = [[a for a in n.args if not isinstance(a, list) or _has_nodes(a)] for n in (first, second)]
+    masks = [a for n in (first, second) for a in n.args if isinstance(a, list) and not _has_nodes(a)]
+    same_numbers = masks[: len(masks) // 2][:-1] == masks[len(masks) // 2 :][:-1]
+    return inputs[0] == inputs[1] and first.kwargs == second.kwargs and (same_numbers or len(masks) == 0)
+
+
+def _has_nodes(values: list[Any]) -> bool:
+    return any(isinstance(v, fx.Node) for v in values)
+
+
+def _merge(gm: fx.GraphModule, first: fx.Node, second: fx.Node) -> None:
+    """Compute everything in one call, placed where the first of the two was."""
+    dgrad = first if written_gradients(first)[0] else second
+    wgrad = second if dgrad is first else first
+    with gm.graph.inserting_before(first):
+        args = list(first.args)
+        if isinstance(args[-1], list):
+            args[-1] = [a or b for a, b in zip(dgrad.args[-1], wgrad.args[-1], strict=True)]  # type: ignore[arg-type]
+        both = gm.graph.call_function(first.target, tuple(args), dict(first.kwargs))
+    both.meta = {k: v for k, v in dgrad.meta.items() if k not in ("dsmp_split_of", "dsmp_writes")}
+    both.meta["val"] = tuple(
+        d if d is not None and index == 0 else w
+        for index, (d, w) in enumerate(zip(dgrad.meta["val"], wgrad.meta["val"], strict=True))
+    )
+    both.meta["dsmp_merged"] = (dgrad.meta.get("dsmp_key"), wgrad.meta.get("dsmp_key"))
+    for half in (first, second):
+        for item in list(half.users):
+            assert item.target is operator.getitem
+            item.replace_input_with(half, both)
+        gm.graph.erase_node(half)
+    # Readers of the first half may stand before the second half: tuple accesses move behind the merged call.
+    for item in list(both.users):
+        both.append(item)

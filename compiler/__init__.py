@@ -1,0 +1,3 @@
+"""What users touch: capture, torch.compile backend, report, command line."""
+
+from __future__ import annotations

@@ -1,0 +1,133 @@
+"""The torch.compile backend: `torch.compile(model, backend="dsmp", options={...})`.
+
+One function, registered through the entry point group `torch_dynamo_backends`. Both executors run the same pass on the joint
+graph (inference graph without gradients): Inductor as its joint pre pass, the eager executor before partitioning.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from ..hardware_db.capability import Device
+from ..hardware_db.detect import detect, resolve_hardware
+from ..passes.keys import ModuleNames
+from ..passes.plan import Decision
+from ..passes.select_default import select_default
+from .capture import key_graph
+from .identity import frame_names
+from .options import Options, parse_options
+from .pipeline import apply_decisions, check_plan_hardware, report_undecided
+from .tracing import compile_eagerly, explicit_precision, parameter_indices, parameter_nodes
+
+
+def dsmp(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph at the precisions that were planned for it. See `options.py` for the options.
+
+    `mode` is torch.compile's, handed on to Inductor. Raises the errors of `options.py`, UnknownHardwareError,
+    PlanHardwareError and, with strict, PlanMismatchError.
+    """
+    checked = parse_options(options)
+    graph_pass = PrecisionPass(checked, frame_names(), parameter_indices(example_inputs))
+    if checked.executor == "eager":
+        return compile_eagerly(gm, example_inputs, graph_pass.apply)
+    patches: dict[str, Any] = dict(torch._inductor.list_mode_options(mode)) if mode else {}
+    # Casts that a user wrote, or that a simulated plan needs, keep their rounding inside fused kernels.
+    patches |= {"joint_custom_pre_pass": graph_pass, "emulate_precision_casts": True}
+    with explicit_precision():
+        return compile_fx(gm, list(example_inputs), config_patches=patches)  # type: ignore[no-any-return]
+
+
+class PrecisionPass(CustomGraphPass):  # type: ignore[misc]
+    """Key, decide (or replay), legalise and lower one joint or inference graph in place."""
+
+    def __init__(self, options: Options, names: ModuleNames, parameter_indices: frozenset[int]) -> None:
+        self.options = options
+        self.names = names
+        self.parameter_indices = parameter_indices
+        self.running = detect()
+        plan = options.plan
+        hardware = options.hardware or (plan.hardware if plan is not None else None)
+        self.device: Device = resolve_hardware(hardware)
+        if plan is not None:
+            check_plan_hardware(plan, self.device)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        owner = graph.owning_module
+        assert owner is not None
+        self.apply(owner)
+
+    def apply(self, gm: fx.GraphModule) -> None:
+        """Run the pass on a graph module."""
+        parameters = parameter_nodes(gm, self.parameter_indices)
+        key_graph(gm, self.names, parameters)
+        decisions = self._decisions(gm, parameters)
+        report = apply_decisions(
+            gm,
+            decisions,
+            storage=self.device.storage,
+            same_device=self.device.id == self.running.id,
+            parameters=parameters,
+        )
+        plan = self.options.plan
+        if plan is not None:
+            report_undecided(report.undecided, plan.model.source, strict=self.options.strict)
+
+    def _decisions(self, gm: fx.GraphModule, parameters: frozenset[fx.Node]) -> Mapping[str, Decision]:
+        plan, rules = self.options.plan, self.options.rules
+        if plan is not None and not rules:
+            return plan.by_key
+        made = {
+            d.key: d for d in select_default(gm, self.device, parameters=parameters, rules=rules).decisions
+        }
+        if plan is None:
+            return made
+        # A replayed plan with extra rules: the rules win, everything else is as planned.
+        ruled = {k: d for k, d in made.items() if d.reason.code == "rule"}
+        return {**plan.by_key, **ruled}
+
+    def uuid(self) -> str:
+        """What Inductor's caches key a compiled graph by: this code, the plan or rules, the device, the module names."""
+        plan = self.options.plan
+        text = json.dumps(
+            [
+                _source_hash(),
+                plan.digest if plan is not None else None,
+                [r.model_dump() for r in self.options.rules],
+                repr(self.device),
+                self.running.id,
+                sorted(self.names.by_id.values()),
+                self.names.frame,
+                sorted(self.parameter_indices),
+            ]
+        )
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@functools.cache
+def _source_hash() -> str:
+    """Hash over all of dsmp's sources and data: another version of the code must not find this one's cached graphs."""
+    root = Path(__file__).resolve().parent.parent
+    digest = hashlib.sha256()
+    for folder in ("", "hardware_db", "hardware_db/data", "passes", "codegen", "compiler"):
+        for file in sorted((root / folder).glob("*.*")):
+            if file.suffix in (".py", ".toml"):
+                digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+

@@ -1,0 +1,68 @@
+"""What `torch.compile(..., backend="dsmp", options={...})` accepts.
+
+    hardware   device to plan for: a name of the hardware database, "cpu" or "auto" (the running device; the default)
+    plan       a PrecisionPlan or the path of a plan.json; its decisions are replayed instead of being made anew
+    rules      {glob over node keys: format} or a list of {"match": glob, "format": name}; applied last
+    executor   "inductor" (default) or "eager" (the same graph, run op by op, without a C++ compiler)
+    strict     True: a node that the plan does not know is an error instead of keeping its traced precision
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from ..errors import InvalidOptionError, UnknownOptionError
+from ..passes.plan import PrecisionPlan, Rule, load_plan, parse_rules
+
+Executor = Literal["inductor", "eager"]
+_EXECUTORS = ("inductor", "eager")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Checked options of one compilation."""
+
+    hardware: str | None = None
+    plan: PrecisionPlan | None = None
+    rules: list[Rule] = field(default_factory=list)
+    executor: Executor = "inductor"
+    strict: bool = False
+
+
+def parse_options(options: Mapping[str, Any] | None) -> Options:
+    """Options from what the user passed to torch.compile.
+
+    Raises UnknownOptionError, InvalidOptionError, RuleError or PlanSchemaError.
+    """
+    given = dict(options or {})
+    known = [f.name for f in fields(Options)]
+    for name in given:
+        if name not in known:
+            raise UnknownOptionError(str(name), known)
+    hardware = given.get("hardware")
+    if hardware is not None and not isinstance(hardware, str):
+        raise InvalidOptionError("hardware", hardware, "a device name such as 'h800', or 'auto'")
+    executor = given.get("executor", "inductor")
+    if executor not in _EXECUTORS:
+        raise InvalidOptionError("executor", executor, " or ".join(repr(e) for e in _EXECUTORS))
+    strict = given.get("strict", False)
+    if not isinstance(strict, bool):
+        raise InvalidOptionError("strict", strict, "True or False")
+    return Options(
+        hardware=hardware,
+        plan=_plan(given.get("plan")),
+        rules=parse_rules(given.get("rules")),
+        executor=executor,
+        strict=strict,
+    )
+
+
+def _plan(value: Any) -> PrecisionPlan | None:
+    if value is None or isinstance(value, PrecisionPlan):
+        return value
+    if isinstance(value, (str, os.PathLike)):
+        return load_plan(value)
+    raise InvalidOptionError("plan", value, "a PrecisionPlan or the path of a plan.json")

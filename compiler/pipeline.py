@@ -1,0 +1,130 @@
+"""The way from a captured model to a plan, and from a plan to a legal graph. Used by the backend, the planner and the report."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
+
+import torch
+from torch import fx
+
+from ..codegen.lower import merge_backward
+from ..errors import PlanMismatchError, RuleError
+from ..hardware_db.capability import Device
+from ..passes.keys import key_of
+from ..passes.legalize import LegalizeReport, legalize
+from ..passes.plan import (
+    GEMM_CLASSES,
+    Decision,
+    ModelInfo,
+    PrecisionPlan,
+    Prediction,
+    Rule,
+    fingerprint,
+)  # fmt: skip
+from ..passes.select_default import require, rules_without_a_node, select_default
+from ..passes.verify import snapshot, verify
+from .capture import Capture
+from .saved_activations import saved_activation_bytes
+
+log = logging.getLogger("dsmp")
+
+
+def make_plan(
+    capture: Capture, device: Device, *, rules: Sequence[Rule] = (), predict_memory: bool = True
+) -> PrecisionPlan:
+    """Decide for every node of a captured model on a device.
+
+    A key that stands in several graphs (a module called on both sides of a graph break) gets one decision. Raises RuleError
+    for a rule that matches no node, PlanHardwareError for a rule that the device cannot follow.
+    """
+    decisions: dict[str, Decision] = {}
+    time_us = time_us_fp32 = 0.0
+    for graph in capture:
+        selection = select_default(graph.gm, device, parameters=graph.parameters, rules=rules)
+        for decision in selection.decisions:
+            decisions.setdefault(decision.key, decision)
+        time_us += selection.time_us
+        time_us_fp32 += selection.time_us_traced
+    for rule in rules_without_a_node(rules, decisions):
+        raise RuleError(
+            f"rule {rule.match!r} -> {rule.format} matches no node. Keys have the form fqn|phase|op|ordinal, "
+            f"for example {next(iter(decisions))!r}."
+        )
+    saved = saved_traced = None
+    if predict_memory and capture.joint:
+        saved, saved_traced = _saved_bytes(capture, decisions, device)
+    return PrecisionPlan(
+        dsmp=version("dsmp"),
+        torch=torch.__version__,
+        hardware=device.id,
+        model=ModelInfo(
+            source=capture.source,
+            fingerprint=fingerprint((d.key, d.aten, d.shapes) for d in decisions.values()),
+            nodes=len(decisions),
+        ),
+        prediction=Prediction(
+            time_us=round(time_us, 3),
+            time_us_fp32=round(time_us_fp32, 3),
+            saved_bytes=saved,
+            saved_bytes_fp32=saved_traced,
+        ),
+        rules=list(rules),
+        nodes=list(decisions.values()),
+    )
+
+
+def apply_decisions(
+    gm: fx.GraphModule,
+    decisions: Mapping[str, Decision],
+    *,
+    storage: str,
+    same_device: bool,
+    parameters: frozenset[fx.Node],
+) -> LegalizeReport:
+    """Legalise and lower a keyed graph in place, with the invariants checked after each pass."""
+    before = snapshot(gm)
+    here = {str(k) for n in gm.graph.nodes if (k := key_of(n)) is not None}
+    decided = [d.key for k, d in decisions.items() if k in here and d.reason.code != "view"]
+    report = legalize(gm, decisions, same_device=same_device, storage=storage, parameters=parameters)
+    verify(gm, before, decided)
+    merge_backward(gm)
+    verify(gm, before, (), ())
+    return report
+
+
+def check_plan_hardware(plan: PrecisionPlan, device: Device) -> None:
+    """Raise PlanHardwareError with the verdict's text when a plan asks the device for what it cannot do."""
+    for decision in plan:
+        if decision.op in GEMM_CLASSES:
+            require(device, decision.key, decision.op, decision.compute, decision.accumulate)
+
+
+def report_undecided(undecided: Iterable[str], source: str, *, strict: bool) -> None:
+    """Say which nodes of a graph a plan does not know: an error under strict, else a warning; they stay as traced."""
+    keys = list(undecided)
+    if not keys:
+        return
+    text = (
+        f"{len(keys)} nodes are not in the plan for {source} and keep their traced precision: "
+        f"{', '.join(keys[:5])}{' ...' if len(keys) > 5 else ''}. Make the plan from the same model and inputs."
+    )
+    if strict:
+        raise PlanMismatchError(text)
+    log.warning(text)
+
+
+def _saved_bytes(capture: Capture, decisions: Mapping[str, Decision], device: Device) -> tuple[int, int]:
+    """Bytes saved for the backward pass with the decisions and without, as the partitioner would choose."""
+    planned = traced = 0
+    for graph in capture:
+        if graph.joint:
+            traced += saved_activation_bytes(graph.gm, graph.parameters)
+
+            def change(gm: fx.GraphModule, parameters: frozenset[fx.Node]) -> None:
+                apply_decisions(gm, decisions, storage=device.storage, same_device=True, parameters=parameters)
+
+            planned += saved_activation_bytes(graph.gm, graph.parameters, change)
+    return planned, traced
+

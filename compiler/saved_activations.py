@@ -1,0 +1,63 @@
+"""How many bytes the forward pass keeps for the backward pass: asked of the partitioner that torch.compile uses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+from torch import fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+from ..passes.graph import numel_of, output_node, placeholders, root, tensors_of
+from .tracing import PARTITION_ARGUMENTS
+
+GraphChange = Callable[[fx.GraphModule, frozenset[fx.Node]], None]
+
+
+def saved_activation_bytes(
+    joint: fx.GraphModule, parameters: frozenset[fx.Node], change: GraphChange | None = None
+) -> int:
+    """Partition a copy of a joint graph, after `change` was applied to it, and add up what the forward pass saves.
+
+    Parameters and inputs are not counted, they live anyway; a tensor saved through several views is counted once.
+    """
+    gm, kept = _copy(joint, parameters)
+    if change is not None:
+        change(gm, kept)
+    arguments = joint.meta[PARTITION_ARGUMENTS]
+    inputs = [n.meta["val"] for n in placeholders(gm)]
+    forward, _ = min_cut_rematerialization_partition(gm, inputs, **arguments)
+    return saved_bytes_of_forward(forward, arguments["num_fwd_outputs"])
+
+
+def saved_bytes_of_forward(forward: fx.GraphModule, num_outputs: int) -> int:
+    """Bytes of the tensors that a partitioned forward graph returns beyond the model's own outputs."""
+    outputs = output_node(forward).args[0]
+    assert isinstance(outputs, (list, tuple))
+    total = 0
+    seen: set[fx.Node] = set()
+    for node in outputs[num_outputs:]:
+        if not isinstance(node, fx.Node):
+            continue
+        source = root(node)
+        if source.op == "placeholder" or source in seen:
+            continue
+        seen.add(source)
+        total += sum(numel_of(t) * t.element_size() for t in tensors_of(node))
+    return total
+
+
+def _copy(joint: fx.GraphModule, parameters: frozenset[fx.Node]) -> tuple[fx.GraphModule, frozenset[fx.Node]]:
+    """A copy of a graph that shares its (fake) values, and the copies of the given nodes."""
+    twins: dict[fx.Node, fx.Node] = {}
+    graph = fx.Graph()
+    returned = graph.graph_copy(joint.graph, twins)
+    out = graph.output(returned)
+    out.meta = dict(output_node(joint).meta)
+    for node, twin in twins.items():
+        twin.meta = dict(node.meta)
+    gm = fx.GraphModule(joint, graph)
+    gm.meta = copy.copy(joint.meta)
+    return gm, frozenset(twins[p] for p in parameters)
+
+

@@ -1,0 +1,123 @@
+"""Every mistake a user can make, one exception class each.
+
+A message states what was wrong, what is allowed and what to do. Everything derives from `DsmpError`, which the command
+line prints without a traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class DsmpError(Exception):
+    """Base of all errors that dsmp raises on purpose."""
+
+
+def near_matches(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
+    """The known names that look most like `name`, best first."""
+    lowered = {k.lower(): k for k in known}
+    return [lowered[m] for m in difflib.get_close_matches(name.lower(), lowered, n=limit, cutoff=0.5)]
+
+
+def _unknown(kind: str, name: str, known: Iterable[str], remedy: str) -> str:
+    names = sorted(known)
+    near = near_matches(name, names)
+    hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
+    return f"unknown {kind} {name!r}.{hint} Known: {', '.join(names)}. {remedy}".rstrip()
+
+
+class UnknownFormatError(DsmpError):
+    """A numeric format that dsmp does not know."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        super().__init__(_unknown("numeric format", name, known, "Use one of the known names."))
+
+
+class UnknownRecipeError(DsmpError):
+    """A scaling recipe that dsmp does not know."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        super().__init__(_unknown("scaling recipe", name, known, "Use one of the known names."))
+
+
+class RoundingError(DsmpError):
+    """A tensor that cannot be rounded or scaled as asked (wrong dtype, wrong number of dimensions)."""
+
+
+class UnknownHardwareError(DsmpError):
+    """A device name that is in no data file."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        super().__init__(_unknown("hardware", name, known, "Use 'auto' for the running device."))
+
+
+class UndetectedHardwareError(DsmpError):
+    """A running device of which nothing is known, so that 'auto' and 'cpu' cannot stand for it."""
+
+    def __init__(self, what: str, known: Iterable[str]) -> None:
+        super().__init__(
+            f"the running device is not known: {what}. Name the nearest known hardware instead of 'auto' or 'cpu': "
+            f"{', '.join(sorted(known))}."
+        )
+
+
+class AmbiguousHardwareError(DsmpError):
+    """A device name that fits several devices."""
+
+    def __init__(self, name: str, candidates: Iterable[str]) -> None:
+        super().__init__(f"hardware {name!r} is ambiguous. Name one of: {', '.join(sorted(candidates))}.")
+
+
+class HardwareDataError(DsmpError):
+    """A hardware data file that breaks the schema or contradicts itself."""
+
+
+class UnsupportedFormatError(DsmpError):
+    """A format that a device cannot do, with the verdict's reason."""
+
+
+class UnknownOptionError(DsmpError):
+    """A key in torch.compile's options that dsmp does not have."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        super().__init__(_unknown("option", name, known, "Pass options={...} with known keys only."))
+
+
+class InvalidOptionError(DsmpError):
+    """A known option with a value it cannot take."""
+
+    def __init__(self, name: str, value: object, allowed: str) -> None:
+        super().__init__(f"option {name!r} got {value!r}; allowed: {allowed}.")
+
+
+class RuleError(DsmpError):
+    """A user rule (glob over node keys -> format) that cannot be applied."""
+
+
+class PlanSchemaError(DsmpError):
+    """A plan file that is no valid plan: names the field and what it may hold."""
+
+
+class PlanMismatchError(DsmpError):
+    """A plan that does not fit the model it is applied to (raised under strict only)."""
+
+
+class PlanHardwareError(DsmpError):
+    """A plan that asks a device for what it cannot do, with the verdict's text."""
+
+
+class ModelSpecError(DsmpError):
+    """A MODEL argument that names nothing loadable."""
+
+
+class InputSpecError(DsmpError):
+    """An input specification such as float32[8,3,224,224] that cannot be read or does not fit the model."""
+
+
+class CaptureError(DsmpError):
+    """A model whose graph could not be captured."""
+
+
+class VerificationError(DsmpError):
+    """A graph that breaks an invariant between two passes: a defect of dsmp, not of the user."""

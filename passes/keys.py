@@ -1,0 +1,177 @@
+"""Names for nodes that stay the same from one capture to the next: `fqn|phase|op|ordinal`.
+
+The module path comes from the node's module stack (backward nodes carry that of the forward node they differentiate), the
+phase of a GEMM from dataflow, never from shapes: in the backward pass a GEMM multiplies a gradient with a value of the
+forward pass. If that value is the forward GEMM's right operand the result is the gradient of the left one (dgrad), and the
+other way round (wgrad).
+
+A GEMM is numbered among the GEMMs of its kind in its module, in forward order, and its gradients inherit the number through
+`seq_nr`. All other nodes are numbered within (module, phase, operator).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from .gemm import GemmOp, gemm_op, operand_nodes, written_gradients
+from .graph import calls, is_backward, is_float, is_joint, node_op, placeholders, root
+
+FPROP, DGRAD, WGRAD, BWD = "fprop", "dgrad", "wgrad", "bwd"
+PHASES = (FPROP, DGRAD, WGRAD, BWD)
+
+_META = "dsmp_key"
+_LOCAL_ROOT = re.compile(r"^(?:L\['(?:self|s|args)'\](?:\[\d+\])?|L__self__)(?:\.|$)")
+_OTHER_ROOT = re.compile(r"^[LG]\['(\w+)'\](?:\[[^\]]*\])?(?:\.|$)")
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class NodeKey:
+    """Identity of a node: module path, phase, operator and ordinal."""
+
+    fqn: str
+    phase: str
+    op: str
+    ordinal: int
+
+    def __str__(self) -> str:
+        return f"{self.fqn}|{self.phase}|{self.op}|{self.ordinal}"
+
+    @classmethod
+    def parse(cls, text: str) -> NodeKey:
+        """The inverse of `str`. Raises ValueError on a text that is no key."""
+        parts = text.split("|")
+        if len(parts) != 4 or parts[1] not in PHASES or not parts[3].isdigit():
+            raise ValueError(f"{text!r} is no node key; the form is fqn|phase|op|ordinal with a phase of {PHASES}")
+        return cls(parts[0], parts[1], parts[2], int(parts[3]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleNames:
+    """How a module stack entry becomes a module path.
+
+    `by_id` maps `str(id(module))`, the key that Dynamo gives each stack entry, to the module's name below the compiled
+    root: exact, even in the frames that a graph break leaves inside a submodule. `frame` names nodes without a stack.
+    """
+
+    by_id: Mapping[str, str] = field(default_factory=dict)
+    frame: str = ""
+
+    def of(self, node: fx.Node) -> str:
+        """The module path of a node, `""` for the root."""
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+        if not stack:
+            return self.frame
+        ident, entry = list(stack.items())[-1]
+        known = self.by_id.get(str(ident).split("@")[0])
+        return known if known is not None else plain_path(entry[0])
+
+
+def plain_path(path: str) -> str:
+    """A stack entry's own text without the name of the traced frame's root (`L['self'].a.b` -> `a.b`)."""
+    path = re.sub(r"@\d+", "", path)
+    stripped, count = _LOCAL_ROOT.subn("", path)
+    if count:
+        return stripped
+    other = _OTHER_ROOT.match(path)
+    if other:
+        rest = path[other.end() :]
+        return rest or other.group(1)
+    return path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyReport:
+    """What key assignment found: backward GEMMs whose forward node is unknown, by node name."""
+
+    unmatched: tuple[str, ...]
+
+
+def key_of(node: fx.Node) -> NodeKey | None:
+    """The key that `assign_keys` gave a node, None for nodes that are not planned."""
+    return node.meta.get(_META)
+
+
+def assign_keys(gm: fx.GraphModule, names: ModuleNames, is_parameter: Callable[[fx.Node], bool]) -> KeyReport:
+    """Give every float-valued call a key in `node.meta`; unique within the graph.
+
+    `is_parameter` tells whether a placeholder is a parameter: a matrix product with one is a `linear`, else a `matmul`.
+    """
+    joint = is_joint(gm)
+    parameters = {p for p in placeholders(gm) if is_parameter(p)}
+    taken: set[NodeKey] = set()
+    numbers: Counter[tuple[str, str, str]] = Counter()
+    forward_gemms: defaultdict[int, list[fx.Node]] = defaultdict(list)
+    unmatched: list[str] = []
+
+    def give(node: fx.Node, key: NodeKey) -> None:
+        while key in taken:
+            key = NodeKey(key.fqn, key.phase, key.op, key.ordinal + 1)
+        taken.add(key)
+        node.meta[_META] = key
+
+    def number(node: fx.Node, fqn: str, phase: str, op: str) -> None:
+        give(node, NodeKey(fqn, phase, op, numbers[fqn, phase, op]))
+        numbers[fqn, phase, op] += 1
+
+    nodes = [n for n in calls(gm) if is_float(n)]
+    for node in nodes:
+        op = gemm_op(node)
+        if op is not None and not (joint and is_backward(node)):
+            number(node, names.of(node), FPROP, _kind(node, op, parameters))
+            if "seq_nr" in node.meta:
+                forward_gemms[node.meta["seq_nr"]].append(node)
+    for node in nodes:
+        op = gemm_op(node)
+        backward = joint and is_backward(node)
+        if op is None:
+            number(node, names.of(node), BWD if backward else FPROP, node_op(node).split(".")[-1])
+        elif backward:
+            found = _differentiated(node, op, forward_gemms.get(node.meta.get("seq_nr", -1), []), taken)
+            if found is None:
+                unmatched.append(node.name)
+                number(node, names.of(node), BWD, _kind(node, op, parameters))
+            else:
+                forward, phase = found
+                origin = key_of(forward)
+                assert origin is not None
+                give(node, NodeKey(origin.fqn, phase, origin.op, origin.ordinal))
+    return KeyReport(unmatched=tuple(unmatched))
+
+
+def _kind(node: fx.Node, op: GemmOp, parameters: set[fx.Node]) -> str:
+    if op.kind != "matmul":
+        return op.kind
+    return "linear" if any(root(n, through_casts=True) in parameters for n in operand_nodes(node)) else "matmul"
+
+
+def _differentiated(
+    node: fx.Node, op: GemmOp, candidates: list[fx.Node], taken: set[NodeKey]
+) -> tuple[fx.Node, str] | None:
+    """The forward GEMM that a backward GEMM differentiates, and the phase."""
+    if op.backward:
+        if not candidates:
+            return None
+        dgrad, wgrad = written_gradients(node)
+        both = dgrad and wgrad
+        return candidates[0], BWD if op.kind == "sdpa" or both else DGRAD if dgrad else WGRAD
+    roots = [root(n, through_casts=True) for n in operand_nodes(node)]
+    saved = [r for r in roots if not is_backward(r)]
+    matches: list[tuple[fx.Node, str]] = []
+    for forward, value in itertools.product(candidates, saved):
+        lhs, rhs = (root(n, through_casts=True) for n in operand_nodes(forward)[:2])
+        if value is rhs:
+            matches.append((forward, DGRAD))
+        if value is lhs:
+            matches.append((forward, WGRAD))
+    for forward, phase in matches:
+        origin = key_of(forward)
+        # x @ x.T: both gradients multiply with the same value, the first one met is the left operand's.
+        if origin is not None and NodeKey(origin.fqn, phase, origin.op, origin.ordinal) not in taken:
+            return forward, phase
+    return matches[0] if matches else None

@@ -1,0 +1,337 @@
+"""Decide without calibration: the device's tier, the op-rule table, vetoes, verdicts and the cost model.
+
+For a GEMM the device's ladder is walked from the most aggressive choice down. A choice is passed over when it is no narrower
+than the traced dtype, when a veto bars it, when the device's verdict refuses it, or, for 8-bit formats, when quantising
+costs more than the faster multiplication saves. What was passed over, and why, is told in the reason. Every other operator
+keeps its traced precision; its result is stored in the tier's storage format when only narrow GEMMs read it. User rules
+come last and win.
+
+This module writes decisions and never touches the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from ..errors import PlanHardwareError
+from ..hardware_db.capability import Device
+from ..hardware_db.formats import get_format, split_recipe
+from ..hardware_db.schema import Choice
+from .cost import CostModel, flops_of, format_of
+from .gemm import gemm_op, operand_nodes
+from .graph import FLOAT_DTYPES, calls, float_dtype, is_getitem, root, shape_of, tensors_of, value_of
+from .keys import WGRAD, NodeKey, key_of
+from .legalize import operand_storage
+from .op_rules import Policy, class_of, is_known, rule_of
+from .plan import Decision, Reason, Rule
+from .vetoes import Veto, find_vetoes
+
+_STORABLE = ("fp64", "fp32", "bf16", "fp16")
+_DEFAULT_RECIPES = {"fp8_e4m3": "1x128/128x128", "fp8_e5m2": "1x128/128x128", "fp8_e4m3fnuz": "1x128/128x128",
+                    "fp8_e5m2fnuz": "1x128/128x128", "fp6_e2m3": "mx32/mx32", "fp6_e3m2": "mx32/mx32",
+                    "fp4_e2m1": "mx32/mx32", "int8": "row/row", "int4": "1x128/1x128", "fp16": "tensor/tensor"}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """The decisions for one graph and the predicted time of one pass over it, as planned and as traced."""
+
+    decisions: list[Decision]
+    time_us: float
+    time_us_traced: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Formats:
+    """The formats of one node before costs are known."""
+
+    compute: str
+    recipe: str
+    accumulate: str
+    output: str
+    reason: Reason
+    time_us: dict[str, float] = field(default_factory=dict)
+
+
+def select_default(
+    gm: fx.GraphModule, device: Device, *, parameters: frozenset[fx.Node], rules: Sequence[Rule] = ()
+) -> Selection:
+    """Decide for every keyed node of a joint or inference graph.
+
+    Raises PlanHardwareError when a rule asks for a format that the device cannot do.
+    """
+    return _Selector(gm, device, parameters, rules).run()
+
+
+class _Selector:
+    def __init__(
+        self, gm: fx.GraphModule, device: Device, parameters: frozenset[fx.Node], rules: Sequence[Rule]
+    ) -> None:
+        self.device = device
+        self.parameters = parameters
+        self.rules = rules
+        self.cost = CostModel(device, parameters)
+        self.nodes = [(n, k) for n in calls(gm) if (k := key_of(n)) is not None]
+        self.vetoes = find_vetoes(gm)
+        self.formats: dict[fx.Node, _Formats] = {}
+        self.flops = {n: flops_of(n) for n, _ in self.nodes}
+
+    def run(self) -> Selection:
+        for node, key in self.nodes:
+            if rule_of(node).policy is Policy.LADDER:
+                self.formats[node] = self._gemm(node, key)
+        for node, key in reversed(self.nodes):
+            if rule_of(node).policy is Policy.KEEP:
+                self.formats[node] = self._kept(node, key)
+        for node, _ in self.nodes:
+            if rule_of(node).policy is Policy.VIEW:
+                self.formats[node] = self._view(node)
+        return self._priced()
+
+    # GEMMs
+
+    def _gemm(self, node: fx.Node, key: NodeKey) -> _Formats:
+        traced = _traced(node)
+        forced = self._forced(str(key))
+        if forced is not None:
+            return self._gemm_forced(node, key, traced, forced)
+        refusals: list[str] = []
+        allowed = [c for c in self.device.ladder(key.op) if self._allowed(node, key, traced, c, refusals)]
+        allowed.append(Choice(format=traced, accumulate=_sum_format(traced)))
+        flops = self.flops[node]
+        times = {c.format: self._gemm_time(node, key, traced, flops, c) for c in reversed(allowed) if self._runs(key, c)}
+        chosen = allowed[0]
+        code = "tier"
+        if get_format(chosen.format).storage_bits <= 8:
+            wider = next(c for c in allowed if get_format(c.format).storage_bits > 8)
+            if times[chosen.format] >= times[wider.format]:
+                refusals.append(
+                    f"{chosen.format} does not pay: {1e6 * times[chosen.format]:.1f} us with quantisation, "
+                    f"{wider.format} takes {1e6 * times[wider.format]:.1f} us"
+                )
+                chosen, code = wider, "cost"
+        if code == "tier" and refusals:
+            code = self._refusal_code(key, traced)
+        text = f"{self.device.id} tier for {key.op}: {chosen.format}"
+        if chosen.format == traced:
+            text = f"kept in {traced} as traced"
+        elif chosen.recipe != "none":
+            text += f" scaled {self._recipe(node, chosen)}"
+        text += "".join(f"; {r}" for r in refusals)
+        return _Formats(
+            compute=chosen.format,
+            recipe=self._recipe(node, chosen),
+            accumulate=chosen.accumulate,
+            output=self._gemm_output(key, traced, chosen.format),
+            reason=Reason(code=code if chosen.format != traced or refusals else "tier", text=text),
+            time_us={f: 1e6 * t for f, t in times.items()},
+        )
+
+    def _allowed(self, node: fx.Node, key: NodeKey, traced: str, choice: Choice, refusals: list[str]) -> bool:
+        if not _narrower(choice.format, traced):
+            return False
+        for veto in self.vetoes.get(key, ()):
+            if veto.bars(choice.format):
+                refusals.append(f"no {choice.format}: {veto.text}")
+                return False
+        verdict = self.device.supports(key.op, None, choice.format, choice.accumulate)
+        if not verdict.ok:
+            refusals.append(f"no {choice.format}: {verdict.reason.rstrip('.')}")
+        return verdict.ok
+
+    def _refusal_code(self, key: NodeKey, traced: str) -> str:
+        ladder = [c for c in self.device.ladder(key.op) if _narrower(c.format, traced)]
+        barring: list[Veto] = [v for v in self.vetoes.get(key, ()) if ladder and v.bars(ladder[0].format)]
+        return barring[0].code if barring else "verdict"
+
+    def _gemm_forced(self, node: fx.Node, key: NodeKey, traced: str, rule: Rule) -> _Formats:
+        ladder = [c for c in self.device.ladder(key.op) if c.format == rule.format]
+        choice = ladder[0] if ladder else Choice(
+            format=rule.format, recipe=_DEFAULT_RECIPES.get(rule.format, "none"), accumulate=_sum_format(rule.format)
+        )  # fmt: skip
+        if choice.format != traced:
+            require(self.device, str(key), key.op, choice.format, choice.accumulate)
+        flops = self.flops[node]
+        choices = {c.format: c for c in (choice, Choice(format=traced, accumulate=_sum_format(traced)))}
+        return _Formats(
+            compute=choice.format,
+            recipe=self._recipe(node, choice) if choice.format != traced else "none",
+            accumulate=choice.accumulate,
+            output=self._gemm_output(key, traced, choice.format),
+            reason=Reason(code="rule", text=f"the rule {rule.match!r} asks for {rule.format}"),
+            time_us={
+                f: 1e6 * self._gemm_time(node, key, traced, flops, c) for f, c in choices.items() if self._runs(key, c)
+            },
+        )
+
+    def _runs(self, key: NodeKey, choice: Choice) -> bool:
+        return self.device.supports(key.op, None, choice.format, choice.accumulate).ok
+
+    def _gemm_time(self, node: fx.Node, key: NodeKey, traced: str, flops: int, choice: Choice) -> float:
+        recipes = split_recipe(self._recipe(node, choice))
+        output = self._gemm_output(key, traced, choice.format)
+        storage = operand_storage(self.device.storage, traced, choice.format)
+        return self.cost.gemm_time(node, flops, choice.format, recipes, choice.accumulate, output, storage)
+
+    def _recipe(self, node: fx.Node, choice: Choice) -> str:
+        """The ladder's `activation/weight` recipe in the order of this node's operands."""
+        activation, weight = split_recipe(choice.recipe)
+        names = [
+            (weight if root(n, through_casts=True) in self.parameters else activation).name
+            for n in operand_nodes(node)[:2]
+        ]
+        return "none" if set(names) == {"none"} else "/".join(names)
+
+    def _gemm_output(self, key: NodeKey, traced: str, compute: str) -> str:
+        narrow = get_format(compute).storage_bits <= 16
+        if traced != "fp32" or not narrow:
+            return traced
+        # A library GEMM of narrow operands can write fp32 on GPUs: a parameter's gradient then needs no second rounding.
+        if key.phase == WGRAD and key.op != "conv" and self.device.kind == "gpu":
+            return traced
+        return self.device.storage
+
+    # everything else
+
+    def _kept(self, node: fx.Node, key: NodeKey) -> _Formats:
+        rule = rule_of(node)
+        traced = _traced(node)
+        accumulate = _sum_format(traced)
+        forced = self._forced(str(key))
+        if forced is not None and forced.format in _STORABLE and value_of(node) is not None:
+            require(self.device, str(key), class_of(node), forced.format, accumulate)
+            text = f"the rule {forced.match!r} stores it in {forced.format}"
+            return _Formats(
+                compute=traced, recipe="none", accumulate=accumulate, output=forced.format,
+                reason=Reason(code="rule", text=text),
+            )  # fmt: skip
+        narrow = self._wanted_by_all(node) if traced == "fp32" else None
+        if narrow is not None:
+            reason = Reason(code="storage", text=f"{rule.why}; stored in {narrow}: only narrow GEMMs read it")
+        else:
+            reason = Reason(code="policy" if is_known(node) else "unknown-op", text=rule.why)
+        return _Formats(
+            compute=traced, recipe="none", accumulate=accumulate, output=narrow or traced, reason=reason
+        )
+
+    def _wanted_by_all(self, node: fx.Node) -> str | None:
+        """The storage format when every reader is a GEMM operand that wants it, else None."""
+        if self.device.storage == "fp32" or len(tensors_of(node)) != 1:
+            return None
+        readers = list(_readers(node))
+        wants = all(
+            user in self.formats
+            and gemm_op(user) is not None
+            and value in operand_nodes(user)
+            and self._operand_storage(user) != "fp32"
+            for value, user in readers
+        )
+        return self.device.storage if readers and wants else None
+
+    def _operand_storage(self, gemm: fx.Node) -> str:
+        return operand_storage(self.device.storage, _traced(gemm), self.formats[gemm].compute)
+
+    def _view(self, node: fx.Node) -> _Formats:
+        source = root(node)
+        known = self.formats.get(source)
+        if known is None and isinstance(source.args[0] if source.args else None, fx.Node):
+            known = self.formats.get(source.args[0])  # type: ignore[arg-type]
+        held = known.output if known else _traced(node)
+        return _Formats(
+            compute=held, recipe="none", accumulate=_sum_format(held), output=held,
+            reason=Reason(code="view", text="no arithmetic: takes the format of what it reads"),
+        )  # fmt: skip
+
+    def _forced(self, key: str) -> Rule | None:
+        return next((r for r in reversed(self.rules) if r.applies(key)), None)
+
+    # costs
+
+    def _priced(self) -> Selection:
+        outputs = {n: f.output for n, f in self.formats.items()}
+        planned_read: set[tuple[fx.Node, bool]] = set()
+        traced_read: set[tuple[fx.Node, bool]] = set()
+        decisions, total, total_traced = [], 0.0, 0.0
+        for node, key in self.nodes:
+            formats = self.formats[node]
+            traced = _traced(node)
+            if rule_of(node).policy is Policy.LADDER:
+                moved = self.cost.gemm_bytes(node, formats.compute, formats.output)
+                times = formats.time_us
+                spent, spent_traced = times.get(formats.compute, 0.0), times.get(traced, 0.0)
+            else:
+                moved = self.cost.border_bytes(node, outputs, planned_read)
+                spent = 1e6 * self.cost.memory_time(moved)
+                spent_traced = 1e6 * self.cost.memory_time(self.cost.border_bytes(node, {}, traced_read))
+                times = {formats.compute: spent}
+            total += spent
+            total_traced += spent_traced
+            decisions.append(
+                Decision(
+                    key=str(key), op=key.op if gemm_op(node) else class_of(node), aten=str(node.target),
+                    phase=key.phase, module=key.fqn, shapes=shapes_of(node), flops=self.flops[node], bytes=moved,
+                    compute=formats.compute, recipe=formats.recipe, accumulate=formats.accumulate,
+                    output=formats.output, reason=formats.reason,
+                    time_us={f: round(t, 3) for f, t in times.items()},
+                )
+            )  # fmt: skip
+        return Selection(decisions=decisions, time_us=total, time_us_traced=total_traced)
+
+
+def require(device: Device, key: str, op_class: str, format_name: str, accumulate: str) -> None:
+    """Raise PlanHardwareError with the verdict's text unless the device can do what is asked for a node."""
+    verdict = device.supports(op_class, None, format_name, accumulate)
+    if not verdict.ok:
+        raise PlanHardwareError(
+            f"{key}: {device.id} cannot compute {op_class} in {format_name}: {verdict.reason.rstrip('.')}. "
+            f"Ask for a format of its ladder ({', '.join(c.format for c in device.ladder(op_class))})."
+        )
+
+
+def shapes_of(node: fx.Node) -> list[list[int]]:
+    """Operand shapes of a GEMM, then the shapes of the result(s); result shapes only for other nodes."""
+    shapes = []
+    if rule_of(node).policy is Policy.LADDER:
+        shapes = [list(shape_of(v)) for n in operand_nodes(node) if (v := value_of(n)) is not None]
+    return shapes + [list(shape_of(t)) for t in tensors_of(node)]
+
+
+def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """(value, user) pairs of everything that reads a node's numbers, looking through views."""
+    pending = [node]
+    while pending:
+        value = pending.pop()
+        for user in value.users:
+            if is_getitem(user) or (user.op == "call_function" and rule_of(user).policy is Policy.VIEW):
+                pending.append(user)
+            else:
+                yield value, user
+
+
+def _traced(node: fx.Node) -> str:
+    dtype = float_dtype(node)
+    assert dtype in FLOAT_DTYPES
+    return format_of(dtype) or "fp32"
+
+
+def _sum_format(name: str) -> str:
+    if name in ("int8", "int4"):
+        return "int32"
+    return "fp64" if name == "fp64" else "fp32"
+
+
+def _narrower(candidate: str, traced: str) -> bool:
+    """Whether a format is a cheaper way to compute what was traced: fewer bits, or fp32's shorter mantissas."""
+    if candidate == traced or traced == "fp64":
+        return False
+    if traced == "fp32":
+        return candidate not in ("fp64", "fp32")
+    return get_format(candidate).storage_bits < get_format(traced).storage_bits
+
+
+def rules_without_a_node(rules: Sequence[Rule], decisions: Mapping[str, Decision]) -> list[Rule]:
+    """The rules whose glob matches no key."""
+    return [r for r in rules if not any(r.applies(k) for k in decisions)]
