@@ -10,16 +10,34 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
-from .compiler.capture import Capture, capture
-from .compiler.planning import plan
 from .errors import DsmpError
-from .hardware_db.capability import Device, Verdict
-from .hardware_db.detect import resolve_hardware as hardware
-from .passes.plan import Decision, PrecisionPlan, Rule, load_plan
+
+if TYPE_CHECKING:
+    from .compiler.capture import Capture, capture
+    from .compiler.planning import plan
+    from .hardware_db.capability import Device, Verdict
+    from .hardware_db.detect import resolve_hardware
+    from .passes.plan import Decision, PrecisionPlan, Rule, load_plan
 
 __version__ = version("dsmp")
+
+# Names are resolved on first use, so that the hardware database and the command line's help work without loading torch.
+_HOMES = {
+    "Capture": ".compiler.capture",
+    "Decision": ".passes.plan",
+    "Device": ".hardware_db.capability",
+    "PrecisionPlan": ".passes.plan",
+    "Rule": ".passes.plan",
+    "Verdict": ".hardware_db.capability",
+    "capture": ".compiler.capture",
+    "load_plan": ".passes.plan",
+    "plan": ".compiler.planning",
+    "resolve_hardware": ".hardware_db.detect",
+}
 
 __all__ = [
     "Capture",
@@ -30,7 +48,18 @@ __all__ = [
     "Rule",
     "Verdict",
     "capture",
-    "hardware",
     "load_plan",
     "plan",
+    "resolve_hardware",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(home, __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
