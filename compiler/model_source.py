@@ -112,7 +112,7 @@ def _load_factory(request: ModelRequest) -> LoadedModel:
         raise ModelSpecError(f"{request.source} is built on meta; leave on_meta open or build it on the CPU.")
     device: Device = "meta" if request.on_meta or "meta" in {p.device.type for p in module.parameters()} else "cpu"
     if device == "meta" and any(not t.is_meta for t in (*module.parameters(), *module.buffers())):
-        module = module.to("meta")
+        module = _meta_copy(module)
     if not request.training:
         module.eval()
     if request.specs or inputs is None:

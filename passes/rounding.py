@@ -31,8 +31,8 @@ dequantised is values * s. With amax the block's largest magnitude and max the f
 * s is a normal number, so that flush-to-zero hardware does not divide by zero: at least 2^-126 (2^-1022 in
   fp64). In power-of-two recipes it is within 2^-126 ... 2^127, the E8M0 range but for its lowest value, as in
   DeepGEMM; an fp64 block beyond that range saturates. An all-zero block has s = 1.
-* A block with an inf or NaN has s = 1 and keeps these values as they are, in every recipe and format: a
-  gradient scaler has to see them. Finite values stay finite, whatever the scale.
+* A block with an inf or NaN has s = 1 and keeps these values as they are, in every format: a gradient scaler
+  has to see them (under "none", inf is NaN in fn and fnuz, as in `round_to`). Scales keep finite values finite.
 
 Internally everything is fp32, or fp64 for fp64 tensors. Nothing here is differentiable: results carry no
 gradient.

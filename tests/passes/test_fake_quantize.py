@@ -274,6 +274,15 @@ def test_padding_never_shows(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+def test_layout_is_that_of_empty_like_even_where_blocks_are_partial(recipe):
+    base = torch.randn(150, 200, generator=torch.Generator().manual_seed(4))
+    for x in (base, base.t(), base[:, ::2], base.reshape(3, 50, 200).transpose(0, 1)):
+        y = fake_quantize(x, "fp8_e4m3", recipe)
+        assert y.stride() == torch.empty_like(x).stride()
+        assert torch.equal(y, fake_quantize(x.contiguous(), "fp8_e4m3", recipe))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_empty_and_scalar_tensors(recipe):
     for shape in ((0,), (0, 5), (5, 0), (2, 0, 3)):
         for axis in range(-len(shape), len(shape)):
