@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 
 import torch
@@ -26,9 +27,19 @@ from ..passes.plan import (
 from ..passes.select_default import require, rules_without_a_node, select_default
 from ..passes.verify import snapshot, verify
 from .capture import Capture
-from .saved_activations import saved_activation_bytes
+from .saved_activations import copy_graph, saved_activation_bytes
 
 log = logging.getLogger("dsmp")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Execution:
+    """What running a plan takes: casts inserted in all graphs, and bytes saved for the backward pass with the plan and as
+    traced (None without a backward pass)."""
+
+    casts: int
+    saved_bytes: int | None
+    saved_bytes_fp32: int | None
 
 
 def make_plan(
@@ -52,9 +63,7 @@ def make_plan(
             f"rule {rule.match!r} -> {rule.format} matches no node. Keys have the form fqn|phase|op|ordinal, "
             f"for example {next(iter(decisions))!r}."
         )
-    saved = saved_traced = None
-    if predict_memory and capture.joint:
-        saved, saved_traced = _saved_bytes(capture, decisions, device)
+    execution = predict_execution(capture, decisions, device) if predict_memory and capture.joint else None
     return PrecisionPlan(
         dsmp=version("dsmp"),
         torch=torch.__version__,
@@ -67,8 +76,8 @@ def make_plan(
         prediction=Prediction(
             time_us=round(time_us, 3),
             time_us_fp32=round(time_us_fp32, 3),
-            saved_bytes=saved,
-            saved_bytes_fp32=saved_traced,
+            saved_bytes=execution.saved_bytes if execution else None,
+            saved_bytes_fp32=execution.saved_bytes_fp32 if execution else None,
         ),
         rules=list(rules),
         nodes=list(decisions.values()),
@@ -115,16 +124,21 @@ def report_undecided(undecided: Iterable[str], source: str, *, strict: bool) -> 
     log.warning(text)
 
 
-def _saved_bytes(capture: Capture, decisions: Mapping[str, Decision], device: Device) -> tuple[int, int]:
-    """Bytes saved for the backward pass with the decisions and without, as the partitioner would choose."""
-    planned = traced = 0
+def predict_execution(capture: Capture, decisions: Mapping[str, Decision], device: Device) -> Execution:
+    """Apply decisions to copies of the captured graphs: casts, and bytes saved as the partitioner would choose."""
+    casts = planned = traced = 0
+
+    def change(gm: fx.GraphModule, parameters: frozenset[fx.Node]) -> None:
+        nonlocal casts
+        storage = device.storage
+        casts += apply_decisions(gm, decisions, storage=storage, same_device=True, parameters=parameters).casts
+
     for graph in capture:
         if graph.joint:
             traced += saved_activation_bytes(graph.gm, graph.parameters)
-
-            def change(gm: fx.GraphModule, parameters: frozenset[fx.Node]) -> None:
-                apply_decisions(gm, decisions, storage=device.storage, same_device=True, parameters=parameters)
-
             planned += saved_activation_bytes(graph.gm, graph.parameters, change)
-    return planned, traced
-
+        else:
+            change(*copy_graph(graph.gm, graph.parameters))
+    if not capture.joint:
+        return Execution(casts=casts, saved_bytes=None, saved_bytes_fp32=None)
+    return Execution(casts=casts, saved_bytes=planned, saved_bytes_fp32=traced)

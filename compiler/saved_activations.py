@@ -21,7 +21,7 @@ def saved_activation_bytes(
 
     Parameters and inputs are not counted, they live anyway; a tensor saved through several views is counted once.
     """
-    gm, kept = _copy(joint, parameters)
+    gm, kept = copy_graph(joint, parameters)
     if change is not None:
         change(gm, kept)
     arguments = joint.meta[PARTITION_ARGUMENTS]
@@ -47,7 +47,7 @@ def saved_bytes_of_forward(forward: fx.GraphModule, num_outputs: int) -> int:
     return total
 
 
-def _copy(joint: fx.GraphModule, parameters: frozenset[fx.Node]) -> tuple[fx.GraphModule, frozenset[fx.Node]]:
+def copy_graph(joint: fx.GraphModule, parameters: frozenset[fx.Node]) -> tuple[fx.GraphModule, frozenset[fx.Node]]:
     """A copy of a graph that shares its (fake) values, and the copies of the given nodes."""
     twins: dict[fx.Node, fx.Node] = {}
     graph = fx.Graph()

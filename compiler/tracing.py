@@ -22,7 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from ..errors import CaptureError
-from ..passes.graph import aten, placeholders, prims
+from ..codegen.eager import lower_for_eager
+from ..passes.graph import placeholders
 
 PARTITION_ARGUMENTS = "dsmp_partition_arguments"
 
@@ -114,12 +115,8 @@ def parameter_nodes(graph: fx.GraphModule, indices: frozenset[int]) -> frozenset
 
 
 def _boxed(graph: fx.GraphModule) -> Callable[..., Any]:
-    """A callable with boxed arguments that frees each argument as soon as the graph has read it.
-
-    Run op by op, `prims.convert_element_type` would call a cast that calls a copy; `aten._to_copy` is the copy itself.
-    """
-    for node in graph.graph.find_nodes(op="call_function", target=prims.convert_element_type.default):
-        node.target, node.args, node.kwargs = aten._to_copy.default, (node.args[0],), {"dtype": node.args[1]}
+    """A callable with boxed arguments that frees each argument as soon as the graph has read it."""
+    lower_for_eager(graph)
     graph.graph.set_codegen(torch.fx.graph._BoxedCodeGen())
     graph.recompile()
     forward = graph.forward

@@ -40,6 +40,7 @@ gradient.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import RoundingError
 from ..hardware_db.formats import FORMATS, Format, InfNan, Recipe, get_format, get_recipe
@@ -108,7 +110,7 @@ def _round(tensor: Tensor, fmt: Format, saturate: bool) -> Tensor:
         return x.round().add_(0.0)  # -0 + 0 = 0
     wide = tensor.dtype is torch.float64
     if fmt.name in _NATIVE and (not wide or fmt.name == "fp32"):
-        return x.to(_NATIVE[fmt.name]).to(tensor.dtype)
+        return _converted(_converted(x, _NATIVE[fmt.name]), tensor.dtype)
     if wide or tensor.dtype is torch.float32:
         rounded = _round_bits(x) if fmt.name == "tf32" and not wide else _round_arithmetic(x, fmt)
         return rounded if saturate else _overflow(rounded, fmt)
@@ -118,8 +120,8 @@ def _round(tensor: Tensor, fmt: Format, saturate: bool) -> Tensor:
 def _round_arithmetic(x: Tensor, fmt: Format) -> Tensor:
     """x (fp32 or fp64) rounded to fmt's spacing, range unlimited above: see the module docstring."""
     integer, mask, _ = _BITS[x.dtype]
-    u = x.view(integer).bitwise_and(mask).view(x.dtype)
-    u.clamp_(2.0**fmt.min_exponent, 2.0**fmt.max_exponent).mul_(fmt.epsilon)
+    u = x.view(integer).bitwise_and(_constant(mask, integer)).view(x.dtype)
+    u.clamp_(2.0**fmt.min_exponent, 2.0**fmt.max_exponent).mul_(_constant(fmt.epsilon, x.dtype))
     rounded = (x / u).round_().mul_(u)
     return rounded.add_(0.0) if fmt.inf_nan is InfNan.SINGLE_NAN else rounded  # -0 + 0 = 0
 
@@ -131,7 +133,8 @@ def _round_bits(x: Tensor) -> Tensor:
     turn into 0 / 0. A carry into the exponent is right, up to inf.
     """
     bits = x.view(torch.int32)
-    rounded = (bits >> 13).bitwise_and_(1).add_(bits).add_(0x0FFF).bitwise_and_(~0x1FFF).view(torch.float32)
+    shift, one, half, kept = (_constant(value, torch.int32) for value in (13, 1, 0x0FFF, ~0x1FFF))
+    rounded = (bits >> shift).bitwise_and_(one).add_(bits).add_(half).bitwise_and_(kept).view(torch.float32)
     return torch.where(x.isnan(), x, rounded)
 
 
@@ -249,17 +252,20 @@ def _scale(amax: Tensor, fmt: Format, recipe: Recipe) -> Tensor:
         # a log2 could land on the wrong side of an integer
         top_mantissa, top_exponent = math.frexp(top)
         mantissa, exponent = torch.frexp(amax)
-        exponent = (exponent - top_exponent + (mantissa > top_mantissa)).clamp_(lowest, highest)
-        scale = (exponent.to(integer) + bias).bitwise_left_shift_(mantissa_bits).view(amax.dtype)
+        below, above = (_constant(k - top_exponent, torch.int32) for k in (0, 1))
+        exponent = exponent + torch.where(mantissa > _constant(top_mantissa, amax.dtype), above, below)
+        biased = exponent.clamp_(lowest, highest).to(integer) + _constant(bias, integer)
+        scale = biased.bitwise_left_shift_(_constant(mantissa_bits, integer)).view(amax.dtype)
     else:
-        scale = (amax / top).clamp_(min=2.0**lowest)
-    return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
+        scale = (amax / _constant(top, amax.dtype)).clamp_(min=2.0**lowest)
+    zero, one, infinite = (_constant(value, amax.dtype) for value in (0.0, 1.0, math.inf))
+    return torch.where((amax > zero) & (amax < infinite), scale, one)
 
 
 def _keep_nonfinite(values: Tensor, original: Tensor, amax: Tensor) -> Tensor:
     """values with the non-finite ones of the original restored; amax tells whether there are any."""
     # as in dequantize: look first only where looking is free
-    if original.device.type == "cpu" and bool(amax.isfinite().all()):
+    if original.device.type == "cpu" and bool((amax < _constant(math.inf, amax.dtype)).all()):
         return values
     return torch.where(original.isfinite(), values, original)
 
@@ -312,6 +318,17 @@ def _untile(tiles: Tensor, shape: Sequence[int]) -> Tensor:
 def _per_tile(scale: Tensor) -> Tensor:
     """scale [blocks0, blocks1, ...] as [blocks0, 1, blocks1, 1, ...], to broadcast over tiles."""
     return scale.reshape([size for n in scale.shape for size in (n, 1)])
+
+
+def _converted(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype).copy_(x)
+
+
+@functools.cache
+def _constant(value: float, dtype: torch.dtype) -> Tensor:
+    """A number as a tensor without dimensions: a Python scalar would be converted anew by every operator it meets."""
+    with _disable_current_modes():
+        return torch.tensor(value, dtype=dtype)
 
 
 def _like(tensor: Tensor, result: Tensor) -> Tensor:
