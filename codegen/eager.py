@@ -1,8 +1,8 @@
 """Make a graph cheap to run op by op: what a fusing compiler gets for nothing.
 
-A Python scalar in an elementwise operator is turned into a tensor and converted to the other operand's dtype at every call;
-as a constant of that dtype it is converted once. `prims.convert_element_type` calls a cast that calls a copy; `aten._to_copy`
-is the copy itself.
+A Python scalar in an elementwise operator is turned into a tensor and converted to the other operand's dtype at every
+call; as a constant of that dtype it is converted once. `prims.convert_element_type` calls a cast that calls a copy;
+`aten._to_copy` is the copy itself.
 """
 
 from __future__ import annotations

@@ -13,9 +13,11 @@ from ..passes.graph import calls
 
 
 def merge_backward(gm: fx.GraphModule) -> int:
-    """Merge the two halves of a split fused backward node where both read the same tensors; returns how many were merged.
+    """Merge the two halves of a split fused backward node where both read the same tensors; returns how many were
+    merged.
 
-    Planning splits convolution backward into dgrad and wgrad. If both ended up in one precision, one call computes both.
+    Planning splits convolution backward into dgrad and wgrad. If both ended up in one precision, one call computes
+    both.
     """
     halves: defaultdict[tuple[str, Any], list[fx.Node]] = defaultdict(list)
     for node in calls(gm):
@@ -50,7 +52,7 @@ def _merge(gm: fx.GraphModule, first: fx.Node, second: fx.Node) -> None:
         args = list(first.args)
         if isinstance(args[-1], list):
             args[-1] = [a or b for a, b in zip(dgrad.args[-1], wgrad.args[-1], strict=True)]  # type: ignore[arg-type]
-        both = gm.graph.call_function(first.target, tuple(args), dict(first.kwargs))
+        both = gm.graph.create_node("call_function", first.target, tuple(args), dict(first.kwargs))
     both.meta = {k: v for k, v in dgrad.meta.items() if k not in ("dsmp_split_of", "dsmp_writes")}
     both.meta["val"] = tuple(
         d if d is not None and index == 0 else w

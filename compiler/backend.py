@@ -1,7 +1,8 @@
 """The torch.compile backend: `torch.compile(model, backend="dsmp", options={...})`.
 
-One function, registered through the entry point group `torch_dynamo_backends`. Both executors run the same pass on the joint
-graph (inference graph without gradients): Inductor as its joint pre pass, the eager executor before partitioning.
+One function, registered through the entry point group `torch_dynamo_backends`. Both executors run the same pass on
+the joint graph (inference graph without gradients): Inductor as its joint pre pass, the eager executor before
+partitioning.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -50,10 +51,10 @@ def dsmp(
     # Casts that a user wrote, or that a simulated plan needs, keep their rounding inside fused kernels.
     patches |= {"joint_custom_pre_pass": graph_pass, "emulate_precision_casts": True}
     with explicit_precision():
-        return compile_fx(gm, list(example_inputs), config_patches=patches)  # type: ignore[no-any-return]
+        return cast("Callable[..., Any]", compile_fx(gm, list(example_inputs), config_patches=patches))
 
 
-class PrecisionPass(CustomGraphPass):  # type: ignore[misc]
+class PrecisionPass(CustomGraphPass):
     """Key, decide (or replay), legalise and lower one joint or inference graph in place."""
 
     def __init__(self, options: Options, names: ModuleNames, parameter_indices: frozenset[int]) -> None:
@@ -92,9 +93,7 @@ class PrecisionPass(CustomGraphPass):  # type: ignore[misc]
         plan, rules = self.options.plan, self.options.rules
         if plan is not None and not rules:
             return plan.by_key
-        made = {
-            d.key: d for d in select_default(gm, self.device, parameters=parameters, rules=rules).decisions
-        }
+        made = {d.key: d for d in select_default(gm, self.device, parameters=parameters, rules=rules).decisions}
         if plan is None:
             return made
         # A replayed plan with extra rules: the rules win, everything else is as planned.
@@ -102,7 +101,7 @@ class PrecisionPass(CustomGraphPass):  # type: ignore[misc]
         return {**plan.by_key, **ruled}
 
     def uuid(self) -> str:
-        """What Inductor's caches key a compiled graph by: this code, the plan or rules, the device, the module names."""
+        """What Inductor's caches key a compiled graph by: this code, plan or rules, device and module names."""
         plan = self.options.plan
         text = json.dumps(
             [
@@ -129,5 +128,3 @@ def _source_hash() -> str:
             if file.suffix in (".py", ".toml"):
                 digest.update(file.read_bytes())
     return digest.hexdigest()
-
-

@@ -1,8 +1,8 @@
 """Capture a model offline: the graphs that `torch.compile` would hand to the backend, without compiling anything.
 
-The model is run once under `torch.compile` with a backend that traces each frame's joint graph (or, when asked, inference
-graph), keeps it, and runs the frame op by op. So graph breaks, several graphs, buffers and functional code come out as they do
-at run time. A model on the meta device runs on the meta device and needs no memory.
+The model is run once under `torch.compile` with a backend that traces each frame's joint graph (or, when asked,
+inference graph), keeps it, and runs the frame op by op. So graph breaks, several graphs, buffers and functional code
+come out as they do at run time. A model on the meta device runs on the meta device and needs no memory.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Capture:
 
 
 def key_graph(gm: fx.GraphModule, names: ModuleNames, parameters: frozenset[fx.Node]) -> KeyReport:
-    """Bring a traced graph into the form that decisions refer to: fused backward nodes split, every float node keyed."""
+    """Bring a traced graph into the form decisions refer to: fused backward nodes split, float nodes keyed."""
     split_backward(gm)
     return assign_keys(gm, names, parameters.__contains__)
 
@@ -75,8 +75,9 @@ def capture(
 ) -> Capture:
     """Capture a module, function or exported program with example inputs, real or on the meta device.
 
-    `training` asks for the joint forward and backward graph; without it, or when nothing requires a gradient, the inference
-    graph is captured. The module's parameters, buffers and gradients and the random state stay as they were.
+    `training` asks for the joint forward and backward graph; without it, or when nothing requires a gradient, the
+    inference graph is captured. The module's parameters, buffers and gradients and the random state stay as they
+    were.
 
     Raises CaptureError when the model cannot be run or traced.
     """
@@ -155,7 +156,9 @@ def _capture_exported(program: ExportedProgram, training: bool) -> CapturedGraph
         elif spec.kind is InputKind.USER_INPUT:
             inputs.append(next(user_inputs, None))
         else:
-            raise CaptureError(f"the exported program has an input of kind {spec.kind.name}, which dsmp cannot capture.")
+            raise CaptureError(
+                f"the exported program has an input of kind {spec.kind.name}, which dsmp cannot capture."
+            )
     gm = copy.deepcopy(program.graph_module)
     with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(training):
         graph = trace(gm, inputs)

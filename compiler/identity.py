@@ -1,9 +1,9 @@
 """Which module a traced frame belongs to, found when Dynamo hands the frame to the backend.
 
-Dynamo keys each entry of a node's module stack by `id(module)`. While a frame is compiled, the module that the user compiled
-is being called: it, or the wrapper that `torch.compile` puts around it, stands on Python's call stack. Its `named_modules()`
-turn ids into true names, also in frames that a graph break left inside a submodule and in their continuations, where the path
-that Dynamo writes down starts anew.
+Dynamo keys each entry of a node's module stack by `id(module)`. While a frame is compiled, the module that the user
+compiled is being called: it, or the wrapper that `torch.compile` puts around it, stands on Python's call stack. Its
+`named_modules()` turn ids into true names, also in frames that a graph break left inside a submodule and in their
+continuations, where the path that Dynamo writes down starts anew.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 def frame_names() -> ModuleNames:
     """Module names for the frame being compiled, from the modules that are being called right now, innermost last.
 
-    The root is the module that was compiled, or, when a function or a submodule was compiled in place, the outermost module
-    on the call stack. Without any module on the stack the names stay those that Dynamo wrote down.
+    The root is the module that was compiled, or, when a function or a submodule was compiled in place, the outermost
+    module on the call stack. Without any module on the stack the names stay those that Dynamo wrote down.
     """
     called = list(_modules_on_stack())
     if not called:

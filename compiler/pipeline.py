@@ -1,4 +1,6 @@
-"""The way from a captured model to a plan, and from a plan to a legal graph. Used by the backend, the planner and the report."""
+"""The way from a captured model to a plan, and from a plan to a legal graph. Used by the backend, the planner and the
+report.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from typing import cast
 
 import torch
 from torch import fx
@@ -13,6 +16,10 @@ from torch import fx
 from ..codegen.lower import merge_backward
 from ..errors import PlanMismatchError, RuleError
 from ..hardware_db.capability import Device
+from ..hardware_db.schema import OpClass
+from ..passes.cast_motion import operand_storage
+from ..passes.cost import format_of
+from ..passes.graph import float_dtype
 from ..passes.keys import key_of
 from ..passes.legalize import LegalizeReport, legalize
 from ..passes.plan import (
@@ -34,7 +41,7 @@ log = logging.getLogger("dsmp")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Execution:
-    """What running a plan takes: casts inserted in all graphs, and bytes saved for the backward pass with the plan and as
+    """What running a plan takes: casts inserted in all graphs; bytes saved for the backward pass with the plan and as
     traced (None without a backward pass)."""
 
     casts: int
@@ -47,8 +54,8 @@ def make_plan(
 ) -> PrecisionPlan:
     """Decide for every node of a captured model on a device.
 
-    A key that stands in several graphs (a module called on both sides of a graph break) gets one decision. Raises RuleError
-    for a rule that matches no node, PlanHardwareError for a rule that the device cannot follow.
+    A key that stands in several graphs (a module called on both sides of a graph break) gets one decision. Raises
+    RuleError for a rule that matches no node, PlanHardwareError for a rule that the device cannot follow.
     """
     decisions: dict[str, Decision] = {}
     time_us = time_us_fp32 = 0.0
@@ -107,7 +114,7 @@ def check_plan_hardware(plan: PrecisionPlan, device: Device) -> None:
     """Raise PlanHardwareError with the verdict's text when a plan asks the device for what it cannot do."""
     for decision in plan:
         if decision.op in GEMM_CLASSES:
-            require(device, decision.key, decision.op, decision.compute, decision.accumulate)
+            require(device, decision.key, cast(OpClass, decision.op), decision.compute, decision.accumulate)
 
 
 def report_undecided(undecided: Iterable[str], source: str, *, strict: bool) -> None:
@@ -125,20 +132,42 @@ def report_undecided(undecided: Iterable[str], source: str, *, strict: bool) -> 
 
 
 def predict_execution(capture: Capture, decisions: Mapping[str, Decision], device: Device) -> Execution:
-    """Apply decisions to copies of the captured graphs: casts, and bytes saved as the partitioner would choose."""
+    """Apply decisions to copies of the captured graphs: casts, and bytes saved as the partitioner would choose.
+
+    Casts are those of the legaliser. Bytes are those of the planned device, where a GEMM reads what is stored:
+    roundings that only simulation needs would be recomputed in the backward pass, and the tensors before them with
+    them.
+    """
     casts = planned = traced = 0
-
-    def change(gm: fx.GraphModule, parameters: frozenset[fx.Node]) -> None:
-        nonlocal casts
-        storage = device.storage
-        casts += apply_decisions(gm, decisions, storage=storage, same_device=True, parameters=parameters).casts
-
     for graph in capture:
+        copy, parameters = copy_graph(graph.gm, graph.parameters)
+        report = apply_decisions(copy, decisions, storage=device.storage, same_device=True, parameters=parameters)
+        casts += report.casts
         if graph.joint:
+            stored = _as_stored(graph.gm, decisions, device.storage)
+
+            def change(
+                gm: fx.GraphModule, parameters: frozenset[fx.Node], stored: Mapping[str, Decision] = stored
+            ) -> None:
+                legalize(gm, stored, same_device=True, storage=device.storage, parameters=parameters)
+
             traced += saved_activation_bytes(graph.gm, graph.parameters)
             planned += saved_activation_bytes(graph.gm, graph.parameters, change)
-        else:
-            change(*copy_graph(graph.gm, graph.parameters))
     if not capture.joint:
         return Execution(casts=casts, saved_bytes=None, saved_bytes_fp32=None)
     return Execution(casts=casts, saved_bytes=planned, saved_bytes_fp32=traced)
+
+
+def _as_stored(gm: fx.GraphModule, decisions: Mapping[str, Decision], storage: str) -> dict[str, Decision]:
+    """The decisions with each GEMM computing in the format that its operands are stored in."""
+    found = {}
+    for node in gm.graph.nodes:
+        decision = decisions.get(str(key_of(node)))
+        if decision is None:
+            continue
+        dtype = float_dtype(node) if decision.op in GEMM_CLASSES else None
+        if dtype is not None:
+            held = operand_storage(storage, format_of(dtype) or "fp32", decision.compute)
+            decision = decision.model_copy(update={"compute": held, "recipe": "none"})
+        found[decision.key] = decision
+    return found

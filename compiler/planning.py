@@ -26,10 +26,10 @@ def plan(
 ) -> PrecisionPlan:
     """Plan the numeric format of every node of a model's forward and backward graph.
 
-    `inputs` is a tensor, a tuple of positional inputs or a dict of keyword inputs, `kwargs` further keyword inputs; both
-    may be on the meta device together with the model. `hardware` is a device name ("h800"), None or "auto" for the running
-    device. `training` plans the joint forward and backward graph, otherwise inference. `rules` maps globs over node keys
-    to formats and is applied last. The model is left exactly as it was.
+    `inputs` is a tensor, a tuple of positional inputs or a dict of keyword inputs, `kwargs` further keyword inputs;
+    both may be on the meta device together with the model. `hardware` is a device name ("h800"), None or "auto" for
+    the running device. `training` plans the joint forward and backward graph, otherwise inference. `rules` maps globs
+    over node keys to formats and is applied last. The model is left exactly as it was.
 
     Raises CaptureError, UnknownHardwareError, RuleError, PlanHardwareError.
 

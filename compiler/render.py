@@ -1,7 +1,8 @@
 """Reports, plans' differences and progress as text on a console.
 
 A table is shown in the widest of its layouts that fits: with the reasons in full, with their codes and the sentences
-below, or two lines a row on narrow terminals. Where the output is no terminal every line is as long as it needs to be.
+below, or two lines a row on narrow terminals. Where the output is no terminal, layouts are chosen for 200 columns and
+no line is broken.
 Results go to standard output, progress and warnings to standard error.
 """
 
@@ -12,6 +13,7 @@ import io
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TextIO
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
@@ -31,36 +33,42 @@ from .report import (
     format_text,
     shape_text,
     short_reason,
-    stored_as,
+    without_numbers,
 )
 
 _UNLIMITED = 10_000
-_NARROW = ("bf16", "fp16")
+_PLAIN_WIDTH = 200
+_STYLES = {"fp64": "dim", "fp32": "dim", "tf32": "green", "bf16": "cyan", "fp16": "cyan"}
 
 
 class Printer:
-    """Writes renderables to a text stream: in colour and within its width on a terminal, plain and unbroken otherwise."""
+    """Writes to a text stream: coloured and within its width on a terminal, plain and with unbroken lines otherwise."""
 
-    def __init__(self, stream: io.TextIOBase | None = None, *, width: int | None = None) -> None:
+    def __init__(self, stream: TextIO | None = None, *, width: int | None = None) -> None:
         """`stream` None is standard output. `width` replaces the stream's own."""
         self.stream = stream if stream is not None else sys.stdout
-        terminal = Console(file=self.stream)  # type: ignore[arg-type]
+        terminal = Console(file=self.stream)
         self.is_terminal = terminal.is_terminal
-        self.width = width or (terminal.width if terminal.is_terminal else _UNLIMITED)
+        self.line_width = width or _UNLIMITED
+        self.width = width or (terminal.width if terminal.is_terminal else _PLAIN_WIDTH)
 
     def print(self, *renderables: RenderableType) -> None:
         """Write renderables one below the other, without blanks at the ends of lines where nothing is coloured."""
         if self.is_terminal:
-            Console(file=self.stream, width=self.width, highlight=False).print(*renderables, sep="\n")  # type: ignore[arg-type]
+            self._console(self.stream, width=self.width).print(*renderables, sep="\n")
             return
         text = io.StringIO()
-        Console(file=text, width=self.width, highlight=False, color_system=None).print(*renderables, sep="\n")
+        self._console(text, width=self.line_width, color_system=None).print(*renderables, sep="\n")
         self.stream.write("".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines()))
         self.stream.flush()
 
+    def _console(self, stream: Any, **options: Any) -> Console:
+        # keys and file names may hold brackets and colons, which are not meant as markup
+        return Console(file=stream, highlight=False, markup=False, emoji=False, **options)
+
     def fits(self, renderable: RenderableType) -> bool:
         """Whether a renderable's lines need no breaking."""
-        console = Console(file=io.StringIO(), width=_UNLIMITED)
+        console = Console(file=io.StringIO(), width=_UNLIMITED, markup=False, emoji=False)
         return Measurement.get(console, console.options, renderable).maximum <= self.width
 
 
@@ -120,23 +128,22 @@ def facts_line(facts: RunFacts) -> str:
 def bytes_text(count: float) -> str:
     """Bytes in powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
+        if count < 999.5:
             return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:,.3g} TB"
 
 
 def ratio_text(planned: float, fp32: float) -> str:
-    """How many times faster than fp32: `2.26x faster than fp32` or `0.67x, slower than fp32`."""
-    if not planned:
-        return "nothing to compare"
-    times = fp32 / planned
-    return f"{times:.2f}x {'as fast as' if times >= 1 else 'of the speed of'} fp32"
+    """How fast in terms of fp32: `2.26x as fast`."""
+    return f"{fp32 / planned:.2f}x as fast" if planned else "nothing to compare"
 
 
 def _prediction(plan: PrecisionPlan, facts: RunFacts | None) -> list[str]:
     p = plan.prediction
-    casts = "not known from a plan alone" if facts is None or facts.casts is None else f"{facts.casts:,} inserted"
+    casts = "not known from a plan alone"
+    if facts is not None and facts.casts is not None:
+        casts = f"{facts.casts:,} inserted, roundings to simulated formats included"
     lines = [
         f"casts: {casts}",
         f"predicted time: {p.time_us:,.0f} µs, fp32 {p.time_us_fp32:,.0f} µs ({ratio_text(p.time_us, p.time_us_fp32)})",
@@ -153,17 +160,17 @@ def _shares(plan: PrecisionPlan) -> RenderableType:
     if not shares:
         return "no GEMM-class node"
     formats = list(shares["all"])
-    table = _table()
+    table = plain_table()
     table.add_column("share of GEMM FLOPs")
     for name in formats:
-        table.add_column(_coloured(name), justify="right")
+        table.add_column(coloured(name), justify="right")
     for phase, parts in shares.items():
         table.add_row(phase, *(f"{100 * parts[f]:.1f} %" if f in parts else "" for f in formats))
     return table
 
 
 def _totals(totals: Sequence[ClassTotal]) -> Table:
-    table = _table()
+    table = plain_table()
     table.add_column("other nodes")
     table.add_column("n", justify="right")
     table.add_column("moved", justify="right")
@@ -188,7 +195,7 @@ def _rows(printer: Printer, rows: Sequence[Row]) -> list[RenderableType]:
 
 
 def _row_table(rows: Sequence[Row], *, sentences: bool) -> Table:
-    table = _table()
+    table = plain_table()
     table.add_column("key")
     for name in ("n", "shape", "GFLOP"):
         table.add_column(name, justify="left" if name == "shape" else "right")
@@ -199,8 +206,8 @@ def _row_table(rows: Sequence[Row], *, sentences: bool) -> Table:
     for row in rows:
         d = row.first
         table.add_row(
-            row.label, f"{row.count:,}", shape_text(d), gflop_text(row.flops), _coloured(d.compute, format_text(d)),
-            d.accumulate, _coloured(d.output), time_text(row.time_us),
+            row.label, f"{row.count:,}", shape_text(d), gflop_text(row.flops), coloured(d.compute, format_text(d)),
+            d.accumulate, coloured(d.output), time_text(row.time_us),
             short_reason(d.reason) if sentences else d.reason.code,
         )  # fmt: skip
     return table
@@ -210,27 +217,29 @@ def _stacked(row: Row) -> Text:
     d = row.first
     parts = [f"{row.count}x" if row.count > 1 else "", shape_text(d), f"{gflop_text(row.flops)} GFLOP"]
     line = Text.assemble((row.label, "bold"), "\n  ", " ".join(filter(None, parts)), "  ")
-    line.append_text(_coloured(d.compute, format_text(d)))
-    line.append(f" +{d.accumulate} → ").append_text(_coloured(d.output))
+    line.append_text(coloured(d.compute, format_text(d)))
+    line.append(f" +{d.accumulate} → ").append_text(coloured(d.output))
     return line.append(f"  {time_text(row.time_us)} µs  {d.reason.code}")
 
 
 def _legend(rows: Iterable[Row]) -> list[str]:
-    """One sentence for each reason code: that of its first row."""
-    first: dict[str, str] = {}
+    """What the reason codes stand for; a sentence that differs in its numbers only is given once, as an example."""
+    texts: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        first.setdefault(row.first.reason.code, short_reason(row.first.reason))
-    return [f"{code}: {text}" for code, text in first.items()]
+        text = short_reason(row.first.reason)
+        texts.setdefault((row.first.reason.code, without_numbers(text)), []).append(text)
+    return [f"{code}: {'e.g. ' if len(set(same)) > 1 else ''}{same[0]}" for (code, _), same in texts.items()]
 
 
-def _table() -> Table:
-    return Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+def plain_table(gap: int = 2) -> Table:
+    """A table without lines but one below its head, and `gap` blanks between columns."""
+    padding = (0, gap - 1, 0, 0)  # the box itself puts one blank between columns
+    return Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=padding, header_style="bold")
 
 
-def _coloured(name: str, text: str | None = None) -> Text:
+def coloured(name: str, text: str | None = None) -> Text:
     """A format's name (or `text` about it) in the colour of its width."""
-    style = "dim" if name in ("fp32", "fp64") else "green" if name == "tf32" else "cyan" if name in _NARROW else "magenta"
-    return Text(text or name, style=style)
+    return Text(text or name, style=_STYLES.get(name, "magenta"))
 
 
 def gflop_text(flops: float) -> str:
@@ -247,7 +256,7 @@ def digits(value: float) -> str:
     """A number with three significant digits, never in exponent form: 0.0025, 21.3, 1,234."""
     if value == 0:
         return "0"
-    if value >= 100:
+    if value >= 99.995:
         return f"{value:,.0f}"
     return f"{value:.2f}" if value >= 1 else f"{value:.2g}" if value >= 1e-4 else "<0.0001"
 
@@ -265,18 +274,19 @@ def print_diff(printer: Printer, before: PrecisionPlan, after: PrecisionPlan, ro
     if not rows:
         printer.print(f"no difference: all {len(before):,} nodes have the same formats")
         return
-    table = _table()
+    table = plain_table()
     for name in ("key", "n", before.hardware, after.hardware):
         table.add_column(name, justify="right" if name == "n" else "left", overflow="fold")
     for row in rows:
-        table.add_row(row.label, f"{len(row.differences):,}", _side(row.before), _side(row.after))
+        sides = _side(row.before, row.after), _side(row.after, row.before)
+        table.add_row(row.label, f"{len(row.differences):,}", *sides)
     count = sum(len(r.differences) for r in rows)
     both = len({*before.by_key, *after.by_key})
     printer.print(table, "", f"{count:,} of {both:,} nodes differ")
 
 
-def _side(d: Decision | None) -> Text:
+def _side(d: Decision | None, other: Decision | None) -> Text:
     if d is None:
         return Text("absent", style="dim")
-    text = format_text(d) if d.recipe != "none" else ""
-    return _coloured(d.compute, f"{text or d.compute} +{d.accumulate} → {d.output}" if text else stored_as(d))
+    accumulate = f" +{d.accumulate}" if other is not None and other.accumulate != d.accumulate else ""
+    return coloured(d.compute, f"{format_text(d)}{accumulate} → {d.output}")

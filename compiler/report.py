@@ -170,7 +170,7 @@ def fold_differences(differences: Iterable[PlanDifference]) -> list[DiffRow]:
 def _kind(d: Decision) -> Hashable:
     """What two decisions must have in common to share a row."""
     shapes = tuple(map(tuple, d.shapes))
-    reason = (d.reason.code, _NUMBER.sub("#", d.reason.text))
+    reason = (d.reason.code, without_numbers(d.reason.text))
     return d.op, d.aten, shapes, d.compute, d.recipe, d.accumulate, d.output, reason
 
 
@@ -288,7 +288,7 @@ def shape_text(d: Decision) -> str:
     Matrix products are MxKxN, with the batch in front (`32·128x64x128`); attention is the shape of its queries, and of
     its keys where that differs; a convolution is its two operands.
     """
-    shapes = ["x".join(map(str, s)) if s else "1" for s in d.shapes]
+    shapes = ["x".join(map(str, s)) if s else "scalar" for s in d.shapes]
     if d.op in ("linear", "matmul", "grouped_mm") and len(d.shapes) == 3:
         left, right, out = d.shapes
         if len(left) >= 2 and len(right) >= 2 and left[-1] == right[-2] and len(left) + len(right) + len(out) in (6, 9):
@@ -311,4 +311,9 @@ def format_text(d: Decision) -> str:
 def short_reason(reason: Reason) -> str:
     """The reason without what the format columns say already: of a choice with refusals, the refusals."""
     head, *refusals = reason.text.split("; ")
-    return "; ".join(refusals) or head
+    return "; ".join(refusals) or (head.partition(":")[0] if reason.code == "tier" else head)
+
+
+def without_numbers(text: str) -> str:
+    """A sentence with its numbers masked, so that reasons compare equal whatever they cost."""
+    return _NUMBER.sub("#", text)

@@ -59,5 +59,3 @@ def copy_graph(joint: fx.GraphModule, parameters: frozenset[fx.Node]) -> tuple[f
     gm = fx.GraphModule(joint, graph)
     gm.meta = copy.copy(joint.meta)
     return gm, frozenset(twins[p] for p in parameters)
-
-

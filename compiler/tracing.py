@@ -1,8 +1,8 @@
 """From the graph that Dynamo captured to the ATen graph that dsmp works on.
 
-AOTAutograd traces a Dynamo graph, with Inductor's decompositions, into one joint graph of the forward and backward pass, or
-into an inference graph when no gradient is needed. Whoever wants that graph, the planner or the eager executor, gets it here,
-so both see what Inductor's joint pre pass sees and nodes get the same keys.
+AOTAutograd traces a Dynamo graph, with Inductor's decompositions, into one joint graph of the forward and backward
+pass, or into an inference graph when no gradient is needed. Whoever wants that graph, the planner or the eager
+executor, gets it here, so both see what Inductor's joint pre pass sees and nodes get the same keys.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from ..errors import CaptureError
 from ..codegen.eager import lower_for_eager
+from ..errors import CaptureError
 from ..passes.graph import placeholders
 
 PARTITION_ARGUMENTS = "dsmp_partition_arguments"
@@ -44,9 +44,7 @@ def explicit_precision() -> Iterator[None]:
         yield
 
 
-def compile_eagerly(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], graph_pass: GraphPass
-) -> Callable[..., Any]:
+def compile_eagerly(gm: fx.GraphModule, example_inputs: Sequence[Any], graph_pass: GraphPass) -> Callable[..., Any]:
     """Trace, run `graph_pass` on the joint or inference graph in place, and return a callable that runs it op by op."""
 
     def partition(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -59,21 +57,22 @@ def compile_eagerly(
         return _boxed(graph)
 
     with explicit_precision():
-        return aot_autograd(  # type: ignore[no-any-return]
+        compile_joint: Callable[..., Callable[..., Any]] = aot_autograd(
             fw_compiler=lambda graph, inputs: _boxed(graph),
             bw_compiler=lambda graph, inputs: _boxed(graph),
             inference_compiler=inference,
             partition_fn=partition,
             decompositions=select_decomp_table,
             keep_inference_input_mutations=True,
-        )(gm, example_inputs)
+        )
+        return compile_joint(gm, example_inputs)
 
 
 def trace(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
     """The joint graph (inference graph when no gradient is needed) of a Dynamo graph; nothing is compiled.
 
-    Inputs on the meta device are traced as fake CPU tensors, so a model without memory gives the graph that it would give
-    with memory. Raises CaptureError when AOTAutograd cannot trace the graph.
+    Inputs on the meta device are traced as fake CPU tensors, so a model without memory gives the graph that it would
+    give with memory. Raises CaptureError when AOTAutograd cannot trace the graph.
     """
     if any(isinstance(x, torch.Tensor) and x.device.type == "meta" for x in example_inputs):
         gm, example_inputs = _off_meta(gm, example_inputs)

@@ -2,25 +2,26 @@
 
     t(node, format) = max(flops / (peak(format) * e_c), bytes(format) / (bandwidth * e_m)) + launch + t_quantise(format)
 
-with the achieved fractions e_c, e_m of the device's data. Bytes count each operand once at its format and the result at its
-storage format. Quantising an operand with a recipe reads it once at its storage format and writes it once at the narrow one
-(one launch each). A weight that is stored wider than the GEMM wants it is cast on every use, since weights may change
-between two steps; a cast of an activation to a 16-bit format is free, it fuses into the producer (the range guard of fp16,
-one power of two per tensor, comes from a maximum that the producer's kernel can keep).
+with the achieved fractions e_c, e_m of the device's data. Bytes count each operand once at its format and the result
+at its storage format. Quantising an operand with a recipe reads it once at its storage format and writes it once at
+the narrow one (one launch each). A weight that is stored wider than the GEMM wants it is cast on every use, since
+weights may change between two steps; a cast of an activation to a 16-bit format is free, it fuses into the producer
+(the range guard of fp16, one power of two per tensor, comes from a maximum that the producer's kernel can keep).
 
-Everything else (elementwise operators, norms, reductions) is limited by memory. Inductor fuses it into regions, so a node is
-charged only for what crosses a region's border: values it reads from a GEMM, a placeholder or the other half of the joint
-graph, once per pass, and values it hands to them.
+Everything else (elementwise operators, norms, reductions) is limited by memory. Inductor fuses it into regions, so a
+node is charged only for what crosses a region's border: values it reads from a GEMM, a placeholder or the other half
+of the joint graph, once per pass, and values it hands to them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
 from torch.utils._pytree import tree_map
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from ..hardware_db.capability import Device
 from ..hardware_db.formats import Recipe, get_format
@@ -69,8 +70,9 @@ def flops_of(node: fx.Node) -> int:
         first = 1 if op.backward else 0
         query, key, value = (shape_of(_tensor(n)) for n in operand_nodes(node)[first : first + 3])
         if op.backward:
-            return int(sdpa_backward_flop_count(shape_of(_tensor(operand_nodes(node)[0])), query, key, value))
-        return int(sdpa_flop_count(query, key, value))
+            # Five products in place of two: the scores again, and one for each gradient (of value, scores, query, key).
+            return _attention_flops(query, key, value) * 5 // 2
+        return _attention_flops(query, key, value)
     if op.kind == "grouped_mm":
         tokens, weight = (_tensor(n) for n in node.args[:2] if isinstance(n, fx.Node))
         count = 2 * numel_of(tokens) * concrete(weight.shape[-1])
@@ -81,6 +83,12 @@ def flops_of(node: fx.Node) -> int:
         raise KeyError(f"no FLOP formula for {name}")
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: tree_map(_sized, n.meta.get("val")))
     return int(formula(*args, **kwargs, out_val=tree_map(_sized, node.meta["val"])))
+
+
+def _attention_flops(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -> int:
+    """query @ key^T and scores @ value of [batch, heads, length, width] tensors."""
+    *batch, length, width = query
+    return 2 * math.prod(batch) * length * key[-2] * (width + value[-1])
 
 
 def _sized(value: object) -> object:
@@ -110,9 +118,16 @@ class CostModel:
         return read + sum(storage_bytes(output, numel_of(t)) for t in tensors_of(node) if t.is_floating_point())
 
     def gemm_time(
-        self, node: fx.Node, flops: int, compute: str, recipes: Sequence[Recipe], accumulate: str, output: str, storage: str
+        self,
+        node: fx.Node,
+        flops: int,
+        compute: str,
+        recipes: Sequence[Recipe],
+        accumulate: str,
+        output: str,
+        storage: str,
     ) -> float:
-        """Predicted seconds of a GEMM with quantisation and weight casts; `storage` is the format activations lie in."""
+        """Predicted seconds of a GEMM with quantisation and weight casts; activations lie in `storage`."""
         device = self.device
         rate = device.peak(compute, accumulate) * device.efficiency.compute_for(compute)
         busy = max(flops / rate, self.gemm_bytes(node, compute, output) / self._bandwidth)
@@ -134,9 +149,7 @@ class CostModel:
             seconds += moved / self._bandwidth + self.device.launch_overhead_s
         return seconds
 
-    def border_bytes(
-        self, node: fx.Node, stored: Mapping[fx.Node, str], seen: set[tuple[fx.Node, bool]]
-    ) -> int:
+    def border_bytes(self, node: fx.Node, stored: Mapping[fx.Node, str], seen: set[tuple[fx.Node, bool]]) -> int:
         """Bytes a non-GEMM node moves over the border of its fused region.
 
         `stored` gives the storage format of values (the traced dtype where it has none); `seen` collects the outside

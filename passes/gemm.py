@@ -1,5 +1,5 @@
-"""What a matrix multiplication, convolution or attention node computes with: which arguments are its operands, along which
-axis each is contracted, and how a fused backward node splits into the gradient of the input and of the weight.
+"""What a matrix multiplication, convolution or attention node computes with: which arguments are its operands, along
+which axis each is contracted, and how a fused backward node splits into the gradient of the input and of the weight.
 
 Every pass that treats "GEMMs" asks this table, so a new operator is one row here.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from ..hardware_db.schema import OpClass
 from .graph import node_op
 
 
@@ -18,20 +19,19 @@ from .graph import node_op
 class GemmOp:
     """One operator that multiplies and accumulates.
 
-    `operands` are positions among the positional arguments: (lhs, rhs) of the product for a GEMM or convolution, (query,
-    key, value) for attention, and for a backward node all tensors that enter a product.
-    `axes` gives, per operand, the axis that is summed over; None where no single axis is. `mask` is the position or name of
-    an additive attention mask, `results` the positions of the tuple's items that are products (None: all of them).
+    `operands` are positions among the positional arguments: (lhs, rhs) of the product for a GEMM or convolution,
+    (query, key, value) for attention, and for a backward node all tensors that enter a product. `axes` gives, per
+    operand, the axis that is summed over; None where no single axis is. `mask` is the position or name of an additive
+    attention mask, `results` the positions of the tuple's items that are products (None: all of them).
     """
 
-    kind: str
+    kind: OpClass
     operands: tuple[int, ...]
     axes: tuple[int | None, ...]
     backward: bool = False
     bias: int | None = None
     mask: int | str | None = None
     results: tuple[int, ...] | None = None
-
 
 
 # Fused attention operators and where their additive mask is.
@@ -78,7 +78,7 @@ GEMM_OPS: Mapping[str, GemmOp] = {
     },
 }  # fmt: skip
 
-# Which operands (and axes) a split fused backward node really multiplies: (gradient of the input, gradient of the weight).
+# Which operands (and axes) a split fused backward node really multiplies: (input gradient, weight gradient).
 _SPLIT_SLOTS: Mapping[str, tuple[tuple[tuple[int, int | None], ...], tuple[tuple[int, int | None], ...]]] = {
     "aten.convolution_backward": (((0, 1), (2, 0)), ((0, None), (1, None))),
     "transformers.grouped_mm_fallback_backward": (((3, -1), (1, -1)), ((0, 0), (3, 0))),
@@ -114,8 +114,8 @@ def operand_nodes(node: fx.Node) -> tuple[fx.Node, ...]:
 def written_gradients(node: fx.Node) -> tuple[bool, bool]:
     """Which of (gradient of the input, gradient of the weight) a fused backward node is asked for.
 
-    For a convolution that is its `output_mask`; a grouped GEMM's backward always computes both, so its split copies carry
-    the answer in `meta["dsmp_writes"]`.
+    For a convolution that is its `output_mask`; a grouped GEMM's backward always computes both, so its split copies
+    carry the answer in `meta["dsmp_writes"]`.
     """
     if node_op(node) == "aten.convolution_backward":
         mask = node.args[-1]

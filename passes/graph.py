@@ -1,7 +1,7 @@
 """Questions about an FX graph of ATen operators that several passes ask.
 
-A *value* is what a node produces. Views, copies and tuple accesses do not make a new number, so most questions are put to
-the *root* of a value: the node that last computed it.
+A *value* is what a node produces. Views, copies and tuple accesses do not make a new number, so most questions are
+put to the *root* of a value: the node that last computed it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def op_name(target: object) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return f"{target.namespace}.{target._schema.name.split('::')[-1]}"
     if isinstance(target, torch._ops.HigherOrderOperator):
-        return f"higher_order.{target.name()}"
+        return f"higher_order.{target.__name__}"
     return ""
 
 
@@ -129,9 +129,7 @@ def numel_of(tensor: torch.Tensor) -> int:
 
 def operands(node: fx.Node) -> list[fx.Node]:
     """The nodes a call reads, in argument order, repeated ones repeated."""
-    found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), lambda n: (found.append(n), n)[1])
-    return found
+    return [leaf for leaf in tree_leaves((node.args, dict(node.kwargs))) if isinstance(leaf, fx.Node)]
 
 
 def calls(gm: fx.GraphModule) -> Iterator[fx.Node]:
@@ -149,7 +147,8 @@ def real_users(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def output_node(gm: fx.GraphModule) -> fx.Node:
-    return next(iter(reversed(gm.graph.nodes)))
+    last: fx.Node = next(iter(reversed(gm.graph.nodes)))
+    return last
 
 
 def placeholders(gm: fx.GraphModule) -> list[fx.Node]:

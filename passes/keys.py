@@ -1,12 +1,12 @@
 """Names for nodes that stay the same from one capture to the next: `fqn|phase|op|ordinal`.
 
-The module path comes from the node's module stack (backward nodes carry that of the forward node they differentiate), the
-phase of a GEMM from dataflow, never from shapes: in the backward pass a GEMM multiplies a gradient with a value of the
-forward pass. If that value is the forward GEMM's right operand the result is the gradient of the left one (dgrad), and the
-other way round (wgrad).
+The module path comes from the node's module stack (backward nodes carry that of the forward node they differentiate),
+the phase of a GEMM from dataflow, never from shapes: in the backward pass a GEMM multiplies a gradient with a value
+of the forward pass. If that value is the forward GEMM's right operand the result is the gradient of the left one
+(dgrad), and the other way round (wgrad).
 
-A GEMM is numbered among the GEMMs of its kind in its module, in forward order, and its gradients inherit the number through
-`seq_nr`. All other nodes are numbered within (module, phase, operator).
+A GEMM is numbered among the GEMMs of its kind in its module, in forward order, and its gradients inherit the number
+through `seq_nr`. All other nodes are numbered within (module, phase, operator).
 """
 
 from __future__ import annotations
@@ -16,14 +16,19 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Final, Literal, get_args
 
 from torch import fx
 
 from .gemm import GemmOp, gemm_op, operand_nodes, written_gradients
 from .graph import calls, is_backward, is_float, is_joint, node_op, placeholders, root
 
-FPROP, DGRAD, WGRAD, BWD = "fprop", "dgrad", "wgrad", "bwd"
-PHASES = (FPROP, DGRAD, WGRAD, BWD)
+Phase = Literal["fprop", "dgrad", "wgrad", "bwd"]
+FPROP: Final = "fprop"
+DGRAD: Final = "dgrad"
+WGRAD: Final = "wgrad"
+BWD: Final = "bwd"
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 _META = "dsmp_key"
 _LOCAL_ROOT = re.compile(r"^(?:L\['(?:self|s|args)'\](?:\[\d+\])?|L__self__)(?:\.|$)")
@@ -35,7 +40,7 @@ class NodeKey:
     """Identity of a node: module path, phase, operator and ordinal."""
 
     fqn: str
-    phase: str
+    phase: Phase
     op: str
     ordinal: int
 
@@ -105,7 +110,7 @@ def assign_keys(gm: fx.GraphModule, names: ModuleNames, is_parameter: Callable[[
     joint = is_joint(gm)
     parameters = {p for p in placeholders(gm) if is_parameter(p)}
     taken: set[NodeKey] = set()
-    numbers: Counter[tuple[str, str, str]] = Counter()
+    numbers: Counter[tuple[str, Phase, str]] = Counter()
     forward_gemms: defaultdict[int, list[fx.Node]] = defaultdict(list)
     unmatched: list[str] = []
 
@@ -115,7 +120,7 @@ def assign_keys(gm: fx.GraphModule, names: ModuleNames, is_parameter: Callable[[
         taken.add(key)
         node.meta[_META] = key
 
-    def number(node: fx.Node, fqn: str, phase: str, op: str) -> None:
+    def number(node: fx.Node, fqn: str, phase: Phase, op: str) -> None:
         give(node, NodeKey(fqn, phase, op, numbers[fqn, phase, op]))
         numbers[fqn, phase, op] += 1
 
@@ -152,7 +157,7 @@ def _kind(node: fx.Node, op: GemmOp, parameters: set[fx.Node]) -> str:
 
 def _differentiated(
     node: fx.Node, op: GemmOp, candidates: list[fx.Node], taken: set[NodeKey]
-) -> tuple[fx.Node, str] | None:
+) -> tuple[fx.Node, Phase] | None:
     """The forward GEMM that a backward GEMM differentiates, and the phase."""
     if op.backward:
         if not candidates:
@@ -162,7 +167,7 @@ def _differentiated(
         return candidates[0], BWD if op.kind == "sdpa" or both else DGRAD if dgrad else WGRAD
     roots = [root(n, through_casts=True) for n in operand_nodes(node)]
     saved = [r for r in roots if not is_backward(r)]
-    matches: list[tuple[fx.Node, str]] = []
+    matches: list[tuple[fx.Node, Phase]] = []
     for forward, value in itertools.product(candidates, saved):
         lhs, rhs = (root(n, through_casts=True) for n in operand_nodes(forward)[:2])
         if value is rhs:

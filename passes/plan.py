@@ -1,7 +1,8 @@
 """The precision plan: one decision per float-valued node, with its reasons, as a reviewable and replayable JSON file.
 
-Shapes are lists of sizes, `flops` counts multiply and add apart, `bytes` is what the node reads and writes at the planned
-formats, times are microseconds on the planned hardware, saved bytes are what the forward pass keeps for the backward pass.
+Shapes are lists of sizes, `flops` counts multiply and add apart, `bytes` is what the node reads and writes at the
+planned formats, times are microseconds on the planned hardware, saved bytes are what the forward pass keeps for the
+backward pass.
 """
 
 from __future__ import annotations
@@ -20,11 +21,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from ..errors import DsmpError, PlanSchemaError, RuleError
 from ..hardware_db.formats import get_format, split_recipe
-from .keys import NodeKey
+from .keys import NodeKey, Phase
 
 SCHEMA = 1
-
-Phase = Literal["fprop", "dgrad", "wgrad", "bwd"]
 
 
 def _known_format(name: str) -> str:
@@ -67,9 +66,9 @@ class Reason(_Model):
 class Decision(_Model):
     """What was decided for one node.
 
-    `compute` is the format of the operands that are multiplied (or of the arithmetic, for other nodes), `recipe` how their
-    scales are attached (`lhs/rhs`), `accumulate` the format of the running sum, `output` the format in which the result is
-    stored.
+    `compute` is the format of the operands that are multiplied (or of the arithmetic, for other nodes), `recipe` how
+    their scales are attached (`lhs/rhs`), `accumulate` the format of the running sum, `output` the format in which
+    the result is stored.
     """
 
     key: KeyText
@@ -141,7 +140,7 @@ class PlanDifference(_Model):
 class PrecisionPlan(_Model):
     """All decisions for one model on one device."""
 
-    schema_version: Literal[1] = Field(default=SCHEMA, alias="schema")
+    schema_version: Literal[1] = Field(default=1, alias="schema")
     dsmp: str
     torch: str
     hardware: str
@@ -231,15 +230,17 @@ class PrecisionPlan(_Model):
 GEMM_CLASSES = frozenset({"linear", "matmul", "conv", "sdpa", "grouped_mm"})
 
 
-def parse_rules(rules: Mapping[str, str] | Iterable[Rule | Mapping[str, str]] | None) -> list[Rule]:
+def parse_rules(rules: Mapping[str, str] | Iterable[Rule | Mapping[str, str]] | str | None) -> list[Rule]:
     """Rules from what a user writes: `{glob: format}` or a list of `{"match": glob, "format": name}`.
 
     Raises RuleError naming the faulty rule and what is allowed.
     """
     if rules is None:
         return []
-    if isinstance(rules, (str, bytes)):
-        raise RuleError(f"rules {rules!r} are text; allowed: {{glob: format}} or a list of {{'match': glob, 'format': name}}.")
+    if isinstance(rules, str):
+        raise RuleError(
+            f"rules {rules!r} are text; allowed: {{glob: format}} or a list of {{'match': glob, 'format': name}}."
+        )
     items: Sequence[Any]
     try:
         items = [{"match": m, "format": f} for m, f in rules.items()] if isinstance(rules, Mapping) else list(rules)
@@ -270,7 +271,9 @@ def load_plan(path: str | os.PathLike[str]) -> PrecisionPlan:
     try:
         text = source.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise PlanSchemaError(f"plan {source}: cannot be read ({error}). Give the path of a file `dsmp plan -o` wrote.") from None
+        raise PlanSchemaError(
+            f"plan {source}: cannot be read ({error}). Give the path of a file `dsmp plan -o` wrote."
+        ) from None
     return parse_plan(text, str(source))
 
 

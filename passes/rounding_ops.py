@@ -1,7 +1,8 @@
 """Rounding as opaque operators: what Inductor must not see through.
 
-A compiler that meets fp32 -> bf16 -> fp32 may drop both casts, and with them the rounding that a simulated plan is about. As
-custom operators the two steps stay, in both executors, and in fake tensors they have the right shapes and dtypes.
+A compiler that meets fp32 -> bf16 -> fp32 may drop both casts, and with them the rounding that a simulated plan is
+about. As custom operators the two steps stay, in both executors, and in fake tensors they have the right shapes and
+dtypes.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ from .rounding import fake_quantize
 
 @torch.library.custom_op("dsmp::fake_quantize", mutates_args=())
 def fake_quantize_op(x: Tensor, format: str, recipe: str, axis: int) -> Tensor:
-    """`rounding.fake_quantize`: every value rounded to `format` with the scales of `recipe` along `axis`, dtype kept."""
-    out = fake_quantize(x, format, recipe, axis=axis)
-    return _like(x, out, x.dtype)
+    """Every value rounded to `format` with the scales of `recipe` along `axis`; dtype and strides kept."""
+    return fake_quantize(x, format, recipe, axis=axis)
 
 
 @fake_quantize_op.register_fake
@@ -33,11 +33,3 @@ def cast_op(x: Tensor, dtype: torch.dtype) -> Tensor:
 @cast_op.register_fake
 def _(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype)
-
-
-def _like(x: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """A fresh tensor with the strides that `empty_like(x)` has, as the fake implementation promises."""
-    out = torch.empty_like(x, dtype=dtype)
-    if values.dtype == dtype and values.stride() == out.stride() and values.data_ptr() != x.data_ptr():
-        return values
-    return out.copy_(values)

@@ -1,10 +1,10 @@
 """Decide without calibration: the device's tier, the op-rule table, vetoes, verdicts and the cost model.
 
-For a GEMM the device's ladder is walked from the most aggressive choice down. A choice is passed over when it is no narrower
-than the traced dtype, when a veto bars it, when the device's verdict refuses it, or, for 8-bit formats, when quantising
-costs more than the faster multiplication saves. What was passed over, and why, is told in the reason. Every other operator
-keeps its traced precision; its result is stored in the tier's storage format when only narrow GEMMs read it. User rules
-come last and win.
+For a GEMM the device's ladder is walked from the most aggressive choice down. A choice is passed over when it is no
+narrower than the traced dtype, when a veto bars it, when the device's verdict refuses it, or, for 8-bit formats, when
+quantising costs more than the faster multiplication saves. What was passed over, and why, is told in the reason.
+Every other operator keeps its traced precision; its result is stored in the tier's storage format when only narrow
+GEMMs read it. User rules come last and win.
 
 This module writes decisions and never touches the graph.
 """
@@ -13,26 +13,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from torch import fx
 
 from ..errors import PlanHardwareError
 from ..hardware_db.capability import Device
 from ..hardware_db.formats import get_format, split_recipe
-from ..hardware_db.schema import Choice
+from ..hardware_db.schema import Choice, OpClass
+from .cast_motion import operand_storage
 from .cost import CostModel, flops_of, format_of
 from .gemm import gemm_op, operand_nodes
 from .graph import FLOAT_DTYPES, calls, float_dtype, is_getitem, root, shape_of, tensors_of, value_of
 from .keys import WGRAD, NodeKey, key_of
-from .legalize import operand_storage
 from .op_rules import Policy, class_of, is_known, rule_of
 from .plan import Decision, Reason, Rule
 from .vetoes import Veto, find_vetoes
 
 _STORABLE = ("fp64", "fp32", "bf16", "fp16")
-_DEFAULT_RECIPES = {"fp8_e4m3": "1x128/128x128", "fp8_e5m2": "1x128/128x128", "fp8_e4m3fnuz": "1x128/128x128",
-                    "fp8_e5m2fnuz": "1x128/128x128", "fp6_e2m3": "mx32/mx32", "fp6_e3m2": "mx32/mx32",
-                    "fp4_e2m1": "mx32/mx32", "int8": "row/row", "int4": "1x128/1x128", "fp16": "tensor/tensor"}  # fmt: skip
+# How a rule's format is scaled where the device's ladder does not say.
+_DEFAULT_RECIPES = {
+    "fp8_e4m3": "1x128/128x128",
+    "fp8_e5m2": "1x128/128x128",
+    "fp8_e4m3fnuz": "1x128/128x128",
+    "fp8_e5m2fnuz": "1x128/128x128",
+    "fp6_e2m3": "mx32/mx32",
+    "fp6_e3m2": "mx32/mx32",
+    "fp4_e2m1": "mx32/mx32",
+    "int8": "row/row",
+    "int4": "1x128/1x128",
+    "fp16": "tensor/tensor",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,10 +110,12 @@ class _Selector:
         if forced is not None:
             return self._gemm_forced(node, key, traced, forced)
         refusals: list[str] = []
-        allowed = [c for c in self.device.ladder(key.op) if self._allowed(node, key, traced, c, refusals)]
+        allowed = [c for c in self.device.ladder(_class(key)) if self._allowed(node, key, traced, c, refusals)]
         allowed.append(Choice(format=traced, accumulate=_sum_format(traced)))
         flops = self.flops[node]
-        times = {c.format: self._gemm_time(node, key, traced, flops, c) for c in reversed(allowed) if self._runs(key, c)}
+        times = {
+            c.format: self._gemm_time(node, key, traced, flops, c) for c in reversed(allowed) if self._runs(key, c)
+        }
         chosen = allowed[0]
         code = "tier"
         if get_format(chosen.format).storage_bits <= 8:
@@ -137,23 +150,23 @@ class _Selector:
             if veto.bars(choice.format):
                 refusals.append(f"no {choice.format}: {veto.text}")
                 return False
-        verdict = self.device.supports(key.op, None, choice.format, choice.accumulate)
+        verdict = self.device.supports(_class(key), None, choice.format, choice.accumulate)
         if not verdict.ok:
             refusals.append(f"no {choice.format}: {verdict.reason.rstrip('.')}")
         return verdict.ok
 
     def _refusal_code(self, key: NodeKey, traced: str) -> str:
-        ladder = [c for c in self.device.ladder(key.op) if _narrower(c.format, traced)]
+        ladder = [c for c in self.device.ladder(_class(key)) if _narrower(c.format, traced)]
         barring: list[Veto] = [v for v in self.vetoes.get(key, ()) if ladder and v.bars(ladder[0].format)]
         return barring[0].code if barring else "verdict"
 
     def _gemm_forced(self, node: fx.Node, key: NodeKey, traced: str, rule: Rule) -> _Formats:
-        ladder = [c for c in self.device.ladder(key.op) if c.format == rule.format]
+        ladder = [c for c in self.device.ladder(_class(key)) if c.format == rule.format]
         choice = ladder[0] if ladder else Choice(
             format=rule.format, recipe=_DEFAULT_RECIPES.get(rule.format, "none"), accumulate=_sum_format(rule.format)
         )  # fmt: skip
         if choice.format != traced:
-            require(self.device, str(key), key.op, choice.format, choice.accumulate)
+            require(self.device, str(key), _class(key), choice.format, choice.accumulate)
         flops = self.flops[node]
         choices = {c.format: c for c in (choice, Choice(format=traced, accumulate=_sum_format(traced)))}
         return _Formats(
@@ -168,7 +181,7 @@ class _Selector:
         )
 
     def _runs(self, key: NodeKey, choice: Choice) -> bool:
-        return self.device.supports(key.op, None, choice.format, choice.accumulate).ok
+        return self.device.supports(_class(key), None, choice.format, choice.accumulate).ok
 
     def _gemm_time(self, node: fx.Node, key: NodeKey, traced: str, flops: int, choice: Choice) -> float:
         recipes = split_recipe(self._recipe(node, choice))
@@ -189,7 +202,7 @@ class _Selector:
         narrow = get_format(compute).storage_bits <= 16
         if traced != "fp32" or not narrow:
             return traced
-        # A library GEMM of narrow operands can write fp32 on GPUs: a parameter's gradient then needs no second rounding.
+        # On GPUs a library GEMM of narrow operands can write fp32: a parameter's gradient is not rounded twice.
         if key.phase == WGRAD and key.op != "conv" and self.device.kind == "gpu":
             return traced
         return self.device.storage
@@ -213,9 +226,7 @@ class _Selector:
             reason = Reason(code="storage", text=f"{rule.why}; stored in {narrow}: only narrow GEMMs read it")
         else:
             reason = Reason(code="policy" if is_known(node) else "unknown-op", text=rule.why)
-        return _Formats(
-            compute=traced, recipe="none", accumulate=accumulate, output=narrow or traced, reason=reason
-        )
+        return _Formats(compute=traced, recipe="none", accumulate=accumulate, output=narrow or traced, reason=reason)
 
     def _wanted_by_all(self, node: fx.Node) -> str | None:
         """The storage format when every reader is a GEMM operand that wants it, else None."""
@@ -281,7 +292,7 @@ class _Selector:
         return Selection(decisions=decisions, time_us=total, time_us_traced=total_traced)
 
 
-def require(device: Device, key: str, op_class: str, format_name: str, accumulate: str) -> None:
+def require(device: Device, key: str, op_class: OpClass, format_name: str, accumulate: str) -> None:
     """Raise PlanHardwareError with the verdict's text unless the device can do what is asked for a node."""
     verdict = device.supports(op_class, None, format_name, accumulate)
     if not verdict.ok:
@@ -289,6 +300,11 @@ def require(device: Device, key: str, op_class: str, format_name: str, accumulat
             f"{key}: {device.id} cannot compute {op_class} in {format_name}: {verdict.reason.rstrip('.')}. "
             f"Ask for a format of its ladder ({', '.join(c.format for c in device.ladder(op_class))})."
         )
+
+
+def _class(key: NodeKey) -> OpClass:
+    """The op class of a GEMM's key: its operator part names it."""
+    return cast(OpClass, key.op)
 
 
 def shapes_of(node: fx.Node) -> list[list[int]]:

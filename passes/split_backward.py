@@ -1,8 +1,8 @@
 """Split fused backward nodes into one node per gradient, so that dgrad and wgrad can be planned apart.
 
-`convolution_backward` returns (grad_input, grad_weight, grad_bias) and a grouped GEMM's backward (grad_input, grad_weight).
-Each becomes two nodes of the same operator, one asked for the input's gradient, one for the weight's (and bias's). Codegen
-merges the two again where the plan treats them alike.
+`convolution_backward` returns (grad_input, grad_weight, grad_bias) and a grouped GEMM's backward (grad_input,
+grad_weight). Each becomes two nodes of the same operator, one asked for the input's gradient, one for the weight's
+(and bias's). Codegen merges the two again where the plan treats them alike.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Invariants of the graph, checked between passes: a breach is a defect of dsmp and raises VerificationError.
 
-    1  what the model returns, and every gradient, keeps its dtype and shape
-    2  every traced operator still reads its inputs in the traced dtypes, unless it is a GEMM that was planned
-    3  the operands of a GEMM agree in dtype
-    4  every decision has its node in the graph, or stands in the list of missing keys
-    5  every call has a (fake) value and, in a joint graph, a place in the forward or backward pass
+1  what the model returns, and every gradient, keeps its dtype and shape
+2  every traced operator still reads its inputs in the traced dtypes, unless it is a GEMM that was planned
+3  the operands of a GEMM agree in dtype
+4  every decision has its node in the graph, or stands in the list of missing keys
+5  every call has a (fake) value and, in a joint graph, a place in the forward or backward pass
 """
 
 from __future__ import annotations

@@ -27,7 +27,9 @@ _INVERSE_ROOTS = frozenset({"aten.rsqrt", "aten.linalg_vector_norm"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Veto:
-    """A limit: formats with fewer storage bits than `min_bits`, or fewer mantissa bits than `min_mantissa`, are barred."""
+    """A limit: formats with fewer storage bits than `min_bits`, or fewer mantissa bits than `min_mantissa`, are
+    barred.
+    """
 
     code: str
     text: str

@@ -1,0 +1,185 @@
+"""The command line: `dsmp report`, `dsmp plan`, `dsmp diff`.
+
+Exit codes: 0 success (for diff: equal), 1 plans differ, 2 any error, 130 interrupted, 141 the reader of the output went
+away. Errors are one line on standard error; `--debug` shows where they came from.
+
+This file loads no torch: `commands.py` is imported when a command runs, so help and usage errors come at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ..errors import DsmpError, InvalidOptionError
+
+ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="A numeric format for every node of a PyTorch model's forward and backward graph.",
+)
+
+Hardware = Annotated[
+    str | None, typer.Option(metavar="H", help="Device to plan for, such as h800, or auto: the running one (default).")
+]
+Infer = Annotated[bool, typer.Option("--infer", help="Plan inference; default is the training step.")]
+Inputs = Annotated[
+    list[str] | None,
+    typer.Option("--input", metavar="SPEC", help="Input tensor, such as float32[8,3,224,224] or int64[1,2048]<32000."),
+]
+Config = Annotated[
+    Path | None, typer.Option(metavar="FILE.json", help="Config of a transformers:CLASS, instead of its default one.")
+]
+Rules = Annotated[
+    list[str] | None,
+    typer.Option("--rule", metavar="GLOB=FORMAT", help="Force the format of nodes by key; the last match wins."),
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, everything else on standard error.")]
+
+MODEL_HELP = (
+    "torchvision:NAME, timm:NAME, transformers:CLASS[,key=value...], module:factory, file.py:factory or archive.pt2"
+)
+
+
+@app.callback()
+def _callback(
+    show_version: Annotated[bool, typer.Option("--version", is_eager=True, help="Show the version.")] = False,
+) -> None:
+    if show_version:
+        typer.echo(f"dsmp {version('dsmp')}")
+        raise typer.Exit
+
+
+@app.command()
+def report(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help=f"{MODEL_HELP}; a plan.json; nothing: a demonstration on a small GPT."),
+    ] = None,
+    hardware: Hardware = None,
+    infer: Infer = False,
+    inputs: Inputs = None,
+    match: Annotated[
+        str | None, typer.Option(metavar="GLOB", help="Only nodes whose key or module path matches.")
+    ] = None,
+    phase: Annotated[str | None, typer.Option(metavar="P", help="Only fprop, dgrad, wgrad or bwd.")] = None,
+    config: Config = None,
+    every_node: Annotated[bool, typer.Option("--all", help="One row for every node, nothing folded.")] = False,
+    as_json: Json = False,
+    rules: Rules = None,
+    debug: Debug = False,
+) -> None:
+    """Show what is decided for each node of a model, and why.
+
+    GFLOP and µs of a folded row are sums over its nodes. With --json the output is the plan itself: redirected to a
+    file it can be loaded again (with --match or --phase it holds the chosen nodes only).
+    """
+    with _errors(debug):
+        commands = _commands()
+        arguments = commands.ModelArguments(
+            model=model or "", hardware=hardware, infer=infer, inputs=inputs or (), config=config, rules=rules or ()
+        )
+        if model is not None:
+            commands.report(arguments, match=match, phase=phase, every_node=every_node, as_json=as_json)
+            return
+        chosen = {"--match": match is not None, "--phase": phase is not None, "--all": every_node}
+        useless = [o for o in arguments.given() if o != "--hardware"] + [o for o, given in chosen.items() if given]
+        if useless:
+            raise InvalidOptionError(useless[0], "no MODEL", f"with a MODEL only: {MODEL_HELP}, or a plan.json")
+        commands.demo(hardware, as_json=as_json)
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="PLAN.json", help="File to write; an old one is replaced at once.")
+    ],
+    hardware: Hardware = None,
+    infer: Infer = False,
+    inputs: Inputs = None,
+    config: Config = None,
+    rules: Rules = None,
+    debug: Debug = False,
+) -> None:
+    """Write the precision plan of a model, to review, edit and replay: options={"plan": "plan.json"}."""
+    with _errors(debug):
+        commands = _commands()
+        arguments = commands.ModelArguments(
+            model=model, hardware=hardware, infer=infer, inputs=inputs or (), config=config, rules=rules or ()
+        )
+        commands.save_plan(arguments, output)
+
+
+@app.command()
+def diff(
+    before: Annotated[Path, typer.Argument(metavar="A.json", help="A plan.")],
+    after: Annotated[Path, typer.Argument(metavar="B.json", help="Another plan.")],
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show the nodes on which two plans differ. Exit code 0: none, 1: some."""
+    with _errors(debug):
+        if _commands().diff(before, after, as_json=as_json):
+            raise typer.Exit(1)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without µ shows ? instead of failing
+    app()
+
+
+def _commands() -> Any:
+    """The module that does the work, loaded with a word on the terminal: torch takes seconds to import."""
+    console = Console(file=sys.stderr)
+    with console.status("loading torch") if console.is_terminal else contextlib.nullcontext():
+        return import_module(".commands", __package__)
+
+
+@contextlib.contextmanager
+def _errors(debug: bool) -> Iterator[None]:
+    """Turn what goes wrong into one line and an exit code."""
+    try:
+        yield
+        sys.stdout.flush()
+    except DsmpError as error:
+        if debug:
+            traceback.print_exc()
+        _print_error(error)
+        raise typer.Exit(ERROR) from error
+    except KeyboardInterrupt as error:
+        if debug:
+            traceback.print_exc()
+        Console(file=sys.stderr).print("interrupted", style="red")
+        raise typer.Exit(INTERRUPTED) from error
+    except BrokenPipeError as error:
+        # what is still buffered must not raise again when the interpreter flushes at exit
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(BROKEN_PIPE) from error
+
+
+def _print_error(error: DsmpError) -> None:
+    text = " ".join(str(error).split())
+    Console(file=sys.stderr, markup=False, emoji=False, highlight=False, soft_wrap=True).print(
+        f"error: {text}", style="red"
+    )
