@@ -25,7 +25,7 @@ from ..passes.keys import ModuleNames
 from ..passes.plan import Decision
 from ..passes.select_default import select_default
 from .capture import key_graph
-from .identity import frame_names
+from .identity import frame_names, module_paths
 from .options import Options, parse_options
 from .pipeline import apply_decisions, check_plan_hardware, report_undecided
 from .tracing import compile_eagerly, explicit_precision, parameter_indices, parameter_nodes
@@ -44,7 +44,8 @@ def dsmp(
     PlanHardwareError and, with strict, PlanMismatchError.
     """
     checked = parse_options(options)
-    graph_pass = PrecisionPass(checked, frame_names(), parameter_indices(example_inputs))
+    names = frame_names()
+    graph_pass = PrecisionPass(checked, names, parameter_indices(example_inputs), module_paths(gm, names))
     if checked.executor == "eager":
         return compile_eagerly(gm, example_inputs, graph_pass.apply)
     patches: dict[str, Any] = dict(torch._inductor.list_mode_options(mode)) if mode else {}
@@ -57,10 +58,17 @@ def dsmp(
 class PrecisionPass(CustomGraphPass):
     """Key, decide (or replay), legalise and lower one joint or inference graph in place."""
 
-    def __init__(self, options: Options, names: ModuleNames, parameter_indices: frozenset[int]) -> None:
+    def __init__(
+        self,
+        options: Options,
+        names: ModuleNames,
+        parameter_indices: frozenset[int],
+        module_paths: Sequence[str] = (),
+    ) -> None:
         self.options = options
         self.names = names
         self.parameter_indices = parameter_indices
+        self.module_paths = module_paths
         self.running = detect()
         plan = options.plan
         hardware = options.hardware or (plan.hardware if plan is not None else None)
@@ -101,7 +109,10 @@ class PrecisionPass(CustomGraphPass):
         return {**plan.by_key, **ruled}
 
     def uuid(self) -> str:
-        """What Inductor's caches key a compiled graph by: this code, plan or rules, device and module names."""
+        """What Inductor's caches key a compiled graph by: this code, plan or rules, device and module paths.
+
+        Two graphs that differ only in the modules their nodes belong to look alike to Inductor, but have other keys.
+        """
         plan = self.options.plan
         text = json.dumps(
             [
@@ -110,8 +121,8 @@ class PrecisionPass(CustomGraphPass):
                 [r.model_dump() for r in self.options.rules],
                 repr(self.device),
                 self.running.id,
-                sorted(self.names.by_id.values()),
-                self.names.frame,
+                self.options.strict,
+                list(self.module_paths),
                 sorted(self.parameter_indices),
             ]
         )

@@ -8,6 +8,7 @@ come out as they do at run time. A model on the meta device runs on the meta dev
 from __future__ import annotations
 
 import copy
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from ..errors import CaptureError, DsmpError
 from ..passes.graph import is_joint
 from ..passes.keys import KeyReport, ModuleNames, assign_keys, key_of
 from ..passes.split_backward import split_backward
+from .capture_state import ModelState, uncompiled
 from .identity import frame_names, module_names
 from .tracing import parameter_indices, parameter_nodes, trace
 
@@ -108,38 +110,44 @@ def _capture_calls(
         return gm.forward
 
     torch._dynamo.reset()
-    state = _State(model) if isinstance(model, nn.Module) else None
+    state = ModelState(model, (args, kwargs))
     try:
-        with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(training):
-            torch.compile(model, backend=record)(*args, **kwargs)
+        with (
+            torch._dynamo.config.patch(suppress_errors=False, optimize_ddp=False),
+            torch.set_grad_enabled(training),
+            uncompiled(model) as plain,
+        ):
+            torch.compile(plain, backend=record)(*args, **kwargs)
     except DsmpError:
         raise
     except Exception as error:
         inner = error.__cause__ if isinstance(error.__cause__, DsmpError) else None
         if inner is not None:
             raise inner from error
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CaptureError(
-            f"{type(model).__name__} failed on the example inputs: {type(error).__name__}: {first}. "
+            f"{type(model).__name__} failed on the example inputs: {_reason(error)}. "
             "Check that the model runs on these inputs without dsmp."
         ) from error
     finally:
         torch._dynamo.reset()
-        if state is not None:
-            state.restore()
+        state.restore()
     return graphs
 
 
-class _State:
-    """The buffers of a module, put back after its example run (running statistics, counters, caches)."""
+def _reason(error: Exception) -> str:
+    """What went wrong, in one line: the model's own error where Dynamo or a backend wraps it."""
+    inner = getattr(error, "inner_exception", None)
+    if isinstance(inner, Exception):
+        return _reason(inner)
+    text = str(error).strip()
+    told = _WRAPPED.search(text)
+    if told is not None:
+        return f"{told['kind']}: {told['text']}".rstrip(".")
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}".rstrip(".")
 
-    def __init__(self, module: nn.Module) -> None:
-        self.buffers = {b: b.detach().clone() for b in module.buffers() if b.device.type != "meta"}
 
-    def restore(self) -> None:
-        with torch.no_grad():
-            for buffer, value in self.buffers.items():
-                buffer.copy_(value)
+# How Dynamo quotes an error that an operator raised on fake tensors.
+_WRAPPED = re.compile(r"got (?P<kind>\w+)\((?P<quote>['\"])(?P<text>.+?)(?P=quote)\)")
 
 
 def _capture_exported(program: ExportedProgram, training: bool) -> CapturedGraph:

@@ -3,7 +3,8 @@
 Exit codes: 0 success (for diff: equal), 1 plans differ, 2 any error, 130 interrupted, 141 the reader of the output went
 away. Errors are one line on standard error; `--debug` shows where they came from.
 
-This file loads no torch: `commands.py` is imported when a command runs, so help and usage errors come at once.
+This file loads no torch. The modules that do the work are imported when a command runs, so help and usage errors come
+at once, and plans are read without what only planning needs.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from rich.console import Console
 from ..errors import DsmpError, InvalidOptionError
 
 ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+PLAN_SUFFIX = ".json"
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -57,13 +59,19 @@ MODEL_HELP = (
 )
 
 
-@app.callback()
-def _callback(
-    show_version: Annotated[bool, typer.Option("--version", is_eager=True, help="Show the version.")] = False,
-) -> None:
-    if show_version:
+def _show_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"dsmp {version('dsmp')}")
         raise typer.Exit
+
+
+@app.callback()
+def _callback(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Options before the command."""
 
 
 @app.command()
@@ -90,19 +98,25 @@ def report(
     GFLOP and µs of a folded row are sums over its nodes. With --json the output is the plan itself: redirected to a
     file it can be loaded again (with --match or --phase it holds the chosen nodes only).
     """
+    shown = {"match": match, "phase": phase, "every_node": every_node, "as_json": as_json}
     with _errors(debug):
-        commands = _commands()
-        arguments = commands.ModelArguments(
-            model=model or "", hardware=hardware, infer=infer, inputs=inputs or (), config=config, rules=rules or ()
-        )
-        if model is not None:
-            commands.report(arguments, match=match, phase=phase, every_node=every_node, as_json=as_json)
-            return
-        chosen = {"--match": match is not None, "--phase": phase is not None, "--all": every_node}
-        useless = [o for o in arguments.given() if o != "--hardware"] + [o for o, given in chosen.items() if given]
-        if useless:
-            raise InvalidOptionError(useless[0], "no MODEL", f"with a MODEL only: {MODEL_HELP}, or a plan.json")
-        commands.demo(hardware, as_json=as_json)
+        options = _given(hardware=hardware, infer=infer, input=inputs, config=config, rule=rules)
+        if model is None:
+            useless = [o for o in options if o != "--hardware"] + _given(match=match, phase=phase, all=every_node)
+            if useless:
+                raise InvalidOptionError(useless[0], "no MODEL", f"with a MODEL only: {MODEL_HELP}, or a plan.json")
+            _load("model_commands").demo(hardware, as_json=as_json, debug=debug)
+        elif model.endswith(PLAN_SUFFIX):
+            if options:
+                raise InvalidOptionError(options[0], model, "with a model only, a plan has its decisions; leave it out")
+            _load("commands").report_file(Path(model), **shown)
+        else:
+            commands = _load("model_commands")
+            arguments = commands.ModelArguments(
+                model=model, hardware=hardware, infer=infer, inputs=inputs or (), config=config, rules=rules or (),
+                debug=debug,
+            )  # fmt: skip
+            commands.report_model(arguments, **shown)
 
 
 @app.command()
@@ -120,10 +134,13 @@ def plan(
 ) -> None:
     """Write the precision plan of a model, to review, edit and replay: options={"plan": "plan.json"}."""
     with _errors(debug):
-        commands = _commands()
+        if model.endswith(PLAN_SUFFIX):
+            raise InvalidOptionError("MODEL", model, "a model; this is a plan already, `dsmp report` shows it")
+        commands = _load("model_commands")
         arguments = commands.ModelArguments(
-            model=model, hardware=hardware, infer=infer, inputs=inputs or (), config=config, rules=rules or ()
-        )
+            model=model, hardware=hardware, infer=infer, inputs=inputs or (), config=config, rules=rules or (),
+            debug=debug,
+        )  # fmt: skip
         commands.save_plan(arguments, output)
 
 
@@ -136,7 +153,7 @@ def diff(
 ) -> None:
     """Show the nodes on which two plans differ. Exit code 0: none, 1: some."""
     with _errors(debug):
-        if _commands().diff(before, after, as_json=as_json):
+        if _load("commands").diff(before, after, as_json=as_json):
             raise typer.Exit(1)
 
 
@@ -148,11 +165,16 @@ def main() -> None:
     app()
 
 
-def _commands() -> Any:
-    """The module that does the work, loaded with a word on the terminal: torch takes seconds to import."""
+def _load(module: str) -> Any:
+    """A module that does the work, loaded with a word on the terminal: torch takes seconds to import."""
     console = Console(file=sys.stderr)
     with console.status("loading torch") if console.is_terminal else contextlib.nullcontext():
-        return import_module(".commands", __package__)
+        return import_module(f".{module}", __package__)
+
+
+def _given(**options: object) -> list[str]:
+    """The names of the options that were set."""
+    return [f"--{name}" for name, value in options.items() if value]
 
 
 @contextlib.contextmanager

@@ -226,8 +226,10 @@ def _compiler_failure(error: BaseException | None) -> BaseException | None:
 
 
 def _no_compiler(error: BaseException) -> str:
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return f"no working C++ compiler ({first}), so Inductor cannot compile here: the plan runs op by op instead"
+    """One line: what is wrong with the compiler, and what happens instead."""
+    said = next((line.strip() for line in str(error).splitlines() if "error:" in line), "")
+    what = f"the C++ compiler fails ({said[-40:]})" if said else "there is no working C++ compiler"
+    return f"{what}, so the plan runs op by op, not through Inductor"
 
 
 # ---- what is shown of a plan -------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from torch import nn
+from torch import fx, nn
 from torch._dynamo.eval_frame import OptimizedModule
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..passes.keys import ModuleNames
 
@@ -22,14 +23,15 @@ _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 def frame_names() -> ModuleNames:
     """Module names for the frame being compiled, from the modules that are being called right now, innermost last.
 
-    The root is the module that was compiled, or, when a function or a submodule was compiled in place, the outermost
-    module on the call stack. Without any module on the stack the names stay those that Dynamo wrote down.
+    The root is the outermost module that was compiled, by `torch.compile` or in place, or, when a function was
+    compiled, the outermost module on the call stack. Without any module on the stack the names stay those that Dynamo
+    wrote down.
     """
     called = list(_modules_on_stack())
     if not called:
         return ModuleNames()
-    compiled = [m for m in called if isinstance(m, OptimizedModule)]
-    root = compiled[0]._orig_mod if compiled else called[-1]
+    compiled = [m for m in called if isinstance(m, OptimizedModule) or m._compiled_call_impl is not None]
+    root = compiled[-1] if compiled else called[-1]
     names = module_names(root)
     frame = next((names[str(id(m))] for m in called if str(id(m)) in names), "")
     return ModuleNames(by_id=names, frame=frame)
@@ -37,10 +39,23 @@ def frame_names() -> ModuleNames:
 
 def module_names(root: nn.Module) -> dict[str, str]:
     """`str(id(module))` -> name below `root`, the names of wrapper modules left out."""
-    return {
-        str(id(module)): ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-        for name, module in root.named_modules()
-    }
+    found: dict[str, str] = {}
+    plain: dict[str, tuple[nn.Module, str]] = {}
+    for name, module in root.named_modules():
+        above, _, own = name.rpartition(".")
+        parent, path = plain.get(above, (None, ""))
+        parallel = own == "module" and isinstance(parent, (DataParallel, DistributedDataParallel))
+        if name and own not in _WRAPPERS and not parallel:
+            path = f"{path}.{own}" if path else own
+        plain[name] = (module, path)
+        found[str(id(module))] = path
+    return found
+
+
+def module_paths(gm: fx.GraphModule, names: ModuleNames) -> tuple[str, ...]:
+    """The module path of every call of a Dynamo graph and its subgraphs, in graph order."""
+    graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    return tuple(names.of(n) for graph in graphs for n in graph.nodes if n.op.startswith("call_"))
 
 
 def _modules_on_stack() -> Iterator[nn.Module]:

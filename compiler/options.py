@@ -37,6 +37,8 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
 
     Raises UnknownOptionError, InvalidOptionError, RuleError or PlanSchemaError.
     """
+    if options is not None and not isinstance(options, Mapping):
+        raise InvalidOptionError("options", options, "a dict such as {'hardware': 'h800'}")
     given = dict(options or {})
     known = [f.name for f in fields(Options)]
     for name in given:

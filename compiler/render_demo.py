@@ -76,7 +76,8 @@ def _examples(demo: Demo) -> Table:
     for name in ("", "node", "format", "reason"):
         table.add_column(name)
     common = _agreed(demo.devices)
-    _add_examples(table, "each device", [e for e in demo.devices[0].examples if e.key in common])
+    for d in demo.devices[:1]:
+        _add_examples(table, "each device", [e for e in d.examples if e.key in common])
     for d in demo.devices:
         _add_examples(table, d.hardware, [e for e in d.examples if e.key not in common])
     for d in demo.large:

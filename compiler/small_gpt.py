@@ -198,18 +198,22 @@ def train_small_gpt(
     context: int = 128,
     seed: int = 0,
     device: str = "cpu",
+    scaler: torch.amp.GradScaler | None = None,
 ) -> list[float]:
     """Train for `steps` steps and return the loss of each, in nats per byte.
 
     `model` is a SmallGpt or anything with its call (a compiled one). Step i reads the batch of seed `seed +
-    i`, so two runs with equal arguments see the same text and their losses compare step by step.
+    i`, so two runs with equal arguments see the same text and their losses compare step by step. A `scaler`
+    scales the loss and may skip steps.
     """
+    scaler = scaler or torch.amp.GradScaler(device, enabled=False)
     losses = []
     for step in range(steps):
         ids, targets = small_gpt_batch(batch=batch, context=context, seed=seed + step, device=device)
         optimizer.zero_grad(set_to_none=True)
         loss = model(ids, targets)
-        torch.autograd.backward(loss)
-        optimizer.step()
+        torch.autograd.backward(scaler.scale(loss))
+        scaler.step(optimizer)
+        scaler.update()
         losses.append(loss.item())
     return losses

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..hardware_db.capability import Device
 from ..hardware_db.formats import Recipe, get_format
-from .gemm import gemm_op, operand_nodes
+from .gemm import gemm_op, operand_nodes, written_gradients
 from .graph import (
     concrete,
     is_backward,
@@ -77,12 +77,23 @@ def flops_of(node: fx.Node) -> int:
         tokens, weight = (_tensor(n) for n in node.args[:2] if isinstance(n, fx.Node))
         count = 2 * numel_of(tokens) * concrete(weight.shape[-1])
         return count * (sum(node.meta.get("dsmp_writes", (True, True))) if op.backward else 1)
+    if op.kind == "conv" and op.backward:
+        return _convolution_flops(node) * sum(written_gradients(node))
     packet = getattr(node.target, "_overloadpacket", None)
     formula = flop_registry.get(packet)
     if formula is None:
         raise KeyError(f"no FLOP formula for {name}")
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: tree_map(_sized, n.meta.get("val")))
     return int(formula(*args, **kwargs, out_val=tree_map(_sized, node.meta["val"])))
+
+
+def _convolution_flops(node: fx.Node) -> int:
+    """One product of a convolution's backward node: every weight meets every position it is applied at, in each of the
+    three passes. (torch's own count of the weight's gradient is too large by the number of groups.)"""
+    grad, value, weight, *_ = (_tensor(n) for n in node.args[:3] if isinstance(n, fx.Node))
+    transposed = bool(node.args[7])
+    batch, _, *positions = shape_of(value if transposed else grad)
+    return 2 * batch * math.prod(positions) * numel_of(weight)
 
 
 def _attention_flops(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -> int:
@@ -166,7 +177,9 @@ class CostModel:
             if self._fuses(source, backward) or (source, backward) in seen:
                 continue
             seen.add((source, backward))
-            total += sum(_held_bytes(t, stored.get(source)) for t in tensors_of(operand))
+            read = sum(_held_bytes(t, stored.get(source)) for t in tensors_of(operand))
+            held = sum(_held_bytes(t, stored.get(source)) for t in tensors_of(source))
+            total += min(read, held)  # a slice reads less than its source, an expansion no more
         if any(not self._fuses(user, backward) for user in _consumers(node)):
             total += sum(_held_bytes(t, stored.get(node)) for t in tensors_of(node))
         return total

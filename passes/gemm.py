@@ -76,6 +76,10 @@ GEMM_OPS: Mapping[str, GemmOp] = {
         )
         for name in ("_scaled_dot_product_efficient_attention",)
     },
+    # grad_out, query, key, value, out, logsumexp, two of the random state, bias
+    "aten._scaled_dot_product_cudnn_attention_backward": GemmOp(
+        kind="sdpa", operands=(0, 1, 2, 3, 4), axes=(None,) * 5, backward=True, mask=8
+    ),
 }  # fmt: skip
 
 # Which operands (and axes) a split fused backward node really multiplies: (input gradient, weight gradient).

@@ -11,7 +11,6 @@ through `seq_nr`. All other nodes are numbered within (module, phase, operator).
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
@@ -31,6 +30,7 @@ BWD: Final = "bwd"
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 _META = "dsmp_key"
+_ORDINAL = re.compile(r"0|[1-9][0-9]{0,8}")
 _LOCAL_ROOT = re.compile(r"^(?:L\['(?:self|s|args)'\](?:\[\d+\])?|L__self__)(?:\.|$)")
 _OTHER_ROOT = re.compile(r"^[LG]\['(\w+)'\](?:\[[^\]]*\])?(?:\.|$)")
 
@@ -50,8 +50,8 @@ class NodeKey:
     @classmethod
     def parse(cls, text: str) -> NodeKey:
         """The inverse of `str`. Raises ValueError on a text that is no key."""
-        parts = text.split("|")
-        if len(parts) != 4 or parts[1] not in PHASES or not parts[3].isdigit():
+        parts = text.rsplit("|", 3)  # a module's name may hold a bar itself
+        if len(parts) != 4 or parts[1] not in PHASES or not parts[2] or not _ORDINAL.fullmatch(parts[3]):
             raise ValueError(f"{text!r} is no node key; the form is fqn|phase|op|ordinal with a phase of {PHASES}")
         return cls(parts[0], parts[1], parts[2], int(parts[3]))
 
@@ -165,18 +165,30 @@ def _differentiated(
         dgrad, wgrad = written_gradients(node)
         both = dgrad and wgrad
         return candidates[0], BWD if op.kind == "sdpa" or both else DGRAD if dgrad else WGRAD
-    roots = [root(n, through_casts=True) for n in operand_nodes(node)]
-    saved = [r for r in roots if not is_backward(r)]
-    matches: list[tuple[fx.Node, Phase]] = []
-    for forward, value in itertools.product(candidates, saved):
-        lhs, rhs = (root(n, through_casts=True) for n in operand_nodes(forward)[:2])
-        if value is rhs:
-            matches.append((forward, DGRAD))
-        if value is lhs:
-            matches.append((forward, WGRAD))
-    for forward, phase in matches:
+    matches: list[tuple[int, fx.Node, Phase]] = []
+    for side, operand in enumerate(operand_nodes(node)):
+        value = root(operand, through_casts=True)
+        if is_backward(value):
+            continue
+        saved = _saved(operand)
+        for forward in candidates:
+            lhs, rhs = operand_nodes(forward)[:2]
+            pairs: tuple[tuple[int, fx.Node, Phase], ...] = ((1, rhs, DGRAD), (0, lhs, WGRAD))
+            for place, source, phase in pairs:
+                if root(source, through_casts=True) is value:
+                    # Both operands may be views of one value (x @ x.T, q and k of one projection): the very tensor
+                    # that was saved tells them apart, for x @ x the side it stands on (grad @ rhs.T, lhs.T @ grad).
+                    matches.append((2 * (saved is not source) + (side != place), forward, phase))
+    matches.sort(key=lambda m: m[0])
+    for _, forward, phase in matches:
         origin = key_of(forward)
-        # x @ x.T: both gradients multiply with the same value, the first one met is the left operand's.
         if origin is not None and NodeKey(origin.fqn, phase, origin.op, origin.ordinal) not in taken:
             return forward, phase
-    return matches[0] if matches else None
+    return matches[0][1:] if matches else None
+
+
+def _saved(node: fx.Node) -> fx.Node:
+    """The forward value that a view taken in the backward pass was taken of."""
+    while is_backward(node) and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node

@@ -58,7 +58,7 @@ OP_RULES: Mapping[str, OpRule] = {
         "elementwise: computed in registers at the traced precision, fused into its neighbours",
         """
         abs add sub rsub mul div neg relu relu_ leaky_relu hardtanh clamp clamp_min clamp_max minimum maximum fmin
-        fmax where masked_fill sign sgn floor ceil round trunc frac remainder fmod floor_divide copy fill lerp
+        fmax where masked_fill sign sgn floor ceil round trunc frac remainder fmod floor_divide copy copy_ fill lerp
         addcmul addcdiv threshold_backward hardsigmoid hardswish hardswish_backward hardsigmoid_backward
         native_dropout dropout native_dropout_backward bernoulli heaviside copysign nan_to_num square
         """,
@@ -109,7 +109,7 @@ OP_RULES: Mapping[str, OpRule] = {
         _native_batch_norm_legit_functional native_group_norm cudnn_batch_norm miopen_batch_norm batch_norm_backward
         native_layer_norm_backward native_batch_norm_backward native_group_norm_backward _fused_rms_norm
         cudnn_batch_norm_backward _fused_rms_norm_backward rms_norm renorm batch_norm_stats batch_norm_elemt
-        _batch_norm_with_update _batch_norm_no_update _batch_norm_with_update_functional local_response_norm
+        _batch_norm_with_update _batch_norm_no_update _batch_norm_with_update_functional
         """,
     ),
     **_kept(
@@ -140,8 +140,8 @@ OP_RULES: Mapping[str, OpRule] = {
         "moves or orders numbers: ties and indices must not change",
         """
         index index_put _unsafe_index _unsafe_index_put gather scatter scatter_add scatter_reduce index_select
-        index_add index_copy index_fill take take_along_dim topk sort argsort searchsorted bucketize unique nonzero
-        masked_select masked_scatter _unsafe_masked_index select_scatter slice_scatter as_strided_scatter
+        index_add index_copy index_fill take take_along_dim topk sort argsort searchsorted bucketize _unique2 unique_dim
+        nonzero masked_select masked_scatter _unsafe_masked_index select_scatter slice_scatter as_strided_scatter
         diagonal_scatter slice_backward select_backward constant_pad_nd reflection_pad1d reflection_pad2d
         replication_pad2d reflection_pad2d_backward reflection_pad1d_backward replication_pad2d_backward pad cat
         stack roll flip repeat repeat_interleave tril triu multinomial im2col col2im pixel_shuffle pixel_unshuffle
@@ -167,7 +167,8 @@ OP_RULES: Mapping[str, OpRule] = {
     **_kept(
         "pointwise",
         "a comparison",
-        "eq ne lt le gt ge isnan isinf logical_not logical_and",
+        "eq ne lt le gt ge isnan isinf isfinite logical_not logical_and logical_or logical_xor bitwise_and bitwise_or "
+        "bitwise_xor bitwise_not",
     ),
     **_kept(
         "other",
@@ -181,6 +182,11 @@ OP_RULES: Mapping[str, OpRule] = {
         linalg_solve linalg_inv_ex linalg_qr _linalg_svd _linalg_eigh linalg_cholesky_ex triangular_solve
         _linalg_solve_ex linalg_lu_factor_ex _linalg_det
         """,
+    ),
+    **_kept(
+        "other",
+        "a check: it makes no numbers",
+        "_assert_async _assert_scalar _assert_tensor_metadata sym_constrain_range_for_size",
     ),
     **_kept(
         "other",

@@ -24,10 +24,17 @@ from ..hardware_db.formats import get_format, split_recipe
 from .keys import NodeKey, Phase
 
 SCHEMA = 1
+STORED_FORMATS = ("fp64", "fp32", "bf16", "fp16")
 
 
 def _known_format(name: str) -> str:
     return _as_value_error(get_format, name)
+
+
+def _stored_format(name: str) -> str:
+    if _known_format(name) not in STORED_FORMATS:
+        raise ValueError(f"results are stored in one of {', '.join(STORED_FORMATS)}, not in {name!r}")
+    return name
 
 
 def _known_recipe(text: str) -> str:
@@ -48,12 +55,13 @@ def _as_value_error(check: Any, text: str) -> str:
 
 
 FormatName = Annotated[str, AfterValidator(_known_format)]
+StoredName = Annotated[str, AfterValidator(_stored_format)]
 RecipeName = Annotated[str, AfterValidator(_known_recipe)]
 KeyText = Annotated[str, AfterValidator(_known_key)]
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Reason(_Model):
@@ -66,9 +74,9 @@ class Reason(_Model):
 class Decision(_Model):
     """What was decided for one node.
 
-    `compute` is the format of the operands that are multiplied (or of the arithmetic, for other nodes), `recipe` how
-    their scales are attached (`lhs/rhs`), `accumulate` the format of the running sum, `output` the format in which
-    the result is stored.
+    `traced` is the format in which the model was written. `compute` is the format of the operands that are multiplied
+    (or of the arithmetic, for other nodes), `recipe` how their scales are attached (`lhs/rhs`), `accumulate` the
+    format of the running sum, `output` the format in which the result is stored.
     """
 
     key: KeyText
@@ -79,10 +87,11 @@ class Decision(_Model):
     shapes: list[list[int]]
     flops: int = Field(ge=0)
     bytes: int = Field(ge=0)
+    traced: FormatName = "fp32"
     compute: FormatName
     recipe: RecipeName = "none"
     accumulate: FormatName
-    output: FormatName
+    output: StoredName
     reason: Reason
     time_us: dict[FormatName, float]
     sensitivity: dict[FormatName, float] | None = None
@@ -256,7 +265,7 @@ def parse_rules(rules: Mapping[str, str] | Iterable[Rule | Mapping[str, str]] | 
 def _first_error(error: ValidationError) -> str:
     first = error.errors()[0]
     where = ".".join(str(p) for p in first["loc"])
-    message = first["msg"].removeprefix("Value error, ")
+    message = first["msg"].removeprefix("Value error, ").rstrip(".")
     expected = first.get("ctx", {}).get("expected")
     allowed = f" (allowed: {expected})" if expected else ""
     return f"field {where or '(top)'}: {message}{allowed}"
@@ -270,7 +279,7 @@ def load_plan(path: str | os.PathLike[str]) -> PrecisionPlan:
     source = Path(path)
     try:
         text = source.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise PlanSchemaError(
             f"plan {source}: cannot be read ({error}). Give the path of a file `dsmp plan -o` wrote."
         ) from None
@@ -281,7 +290,7 @@ def parse_plan(text: str, source: str = "<text>") -> PrecisionPlan:
     """A plan from JSON text; `source` names it in errors. Raises PlanSchemaError."""
     try:
         data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a ValueError also for a number of thousands of digits
         raise PlanSchemaError(f"plan {source}: no JSON ({error}). Write plans with `dsmp plan -o plan.json`.") from None
     if not isinstance(data, dict):
         raise PlanSchemaError(f"plan {source}: a {type(data).__name__} where an object with a 'nodes' list belongs.")

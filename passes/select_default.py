@@ -283,7 +283,8 @@ class _Selector:
             decisions.append(
                 Decision(
                     key=str(key), op=key.op if gemm_op(node) else class_of(node), aten=str(node.target),
-                    phase=key.phase, module=key.fqn, shapes=shapes_of(node), flops=self.flops[node], bytes=moved,
+                    phase=key.phase, module=key.fqn, shapes=shapes_of(node), flops=self.flops[node],
+                    bytes=moved, traced=traced,
                     compute=formats.compute, recipe=formats.recipe, accumulate=formats.accumulate,
                     output=formats.output, reason=formats.reason,
                     time_us={f: round(t, 3) for f, t in times.items()},

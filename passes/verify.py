@@ -17,15 +17,15 @@ from torch import fx
 
 from ..errors import VerificationError
 from .gemm import gemm_op, operand_nodes
-from .graph import FLOAT_DTYPES, calls, is_joint, operands, output_node, tensors_of, value_of
+from .graph import FLOAT_DTYPES, calls, is_joint, operands, output_node, shape_of, tensors_of, value_of
 from .keys import key_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """What must survive the passes: dtypes and ranks of the outputs, and input dtypes of every traced operator."""
+    """What must survive the passes: dtypes and shapes of the outputs, and input dtypes of every traced operator."""
 
-    outputs: tuple[tuple[torch.dtype | None, int], ...]
+    outputs: tuple[tuple[torch.dtype | None, tuple[int, ...]], ...]
     inputs: Mapping[fx.Node, tuple[torch.dtype, ...]]
 
 
@@ -39,11 +39,14 @@ def verify(gm: fx.GraphModule, before: Snapshot, decided: Iterable[str], missing
 
     `decided` are the keys of all decisions for this graph, `missing` those that are known to have no node.
     """
-    gm.graph.lint()
+    try:
+        gm.graph.lint()
+    except RuntimeError as error:
+        raise VerificationError(f"the graph is malformed: {error}") from error
     after = _outputs(gm)
     if after != before.outputs:
         changed = [i for i, (a, b) in enumerate(zip(before.outputs, after, strict=False)) if a != b]
-        raise VerificationError(f"outputs {changed} changed their dtype: {before.outputs} became {after}")
+        raise VerificationError(f"outputs {changed} changed their dtype or shape: {before.outputs} became {after}")
     joint = is_joint(gm)
     for node in calls(gm):
         traced = before.inputs.get(node)
@@ -63,10 +66,10 @@ def verify(gm: fx.GraphModule, before: Snapshot, decided: Iterable[str], missing
         raise VerificationError(f"planned nodes left the graph: {sorted(lost)[:5]} ({len(lost)} in all)")
 
 
-def _outputs(gm: fx.GraphModule) -> tuple[tuple[torch.dtype | None, int], ...]:
+def _outputs(gm: fx.GraphModule) -> tuple[tuple[torch.dtype | None, tuple[int, ...]], ...]:
     values = fx.node.map_arg(output_node(gm).args[0], value_of)
     flat = values if isinstance(values, (list, tuple)) else [values]
-    return tuple((v.dtype, v.dim()) if isinstance(v, torch.Tensor) else (None, 0) for v in flat)
+    return tuple((v.dtype, shape_of(v)) if isinstance(v, torch.Tensor) else (None, ()) for v in flat)
 
 
 def _input_dtypes(node: fx.Node) -> tuple[torch.dtype, ...]:

@@ -1,11 +1,30 @@
-"""The one switch of the suite: `pytest --accept-golden` writes the golden files anew instead of comparing with them."""
+"""What all tests share: captures of the zoo's models, each made once, and golden files.
+
+`pytest --accept-golden` writes the golden files anew instead of comparing with them.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import zoo
+
+from dsmp.compiler.capture import Capture, capture
+
+
+@pytest.fixture(scope="session")
+def captured() -> Callable[..., Capture]:
+    """`captured(name, training=True)`: the graphs of a zoo model, made once; tests change copies only (`copy_graph`)."""
+
+    @functools.cache
+    def of(name: str, training: bool = True) -> Capture:
+        case = zoo.build(name)
+        return capture(case.model, case.args, case.kwargs, training=training, source=name)
+
+    return of
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

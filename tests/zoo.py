@@ -275,6 +275,32 @@ class SdpaBlock(nn.Module):
         return x + self.out(mixed.transpose(1, 2).flatten(2))
 
 
+class Wide(nn.Module):
+    """A language model of one wide layer with its loss, for devices on which small products do not pay."""
+
+    def __init__(self, width: int = 4096, heads: int = 32, vocabulary: int = 32000) -> None:
+        super().__init__()
+        self.heads = heads
+        self.embed = nn.Embedding(vocabulary, width)
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.tiny = nn.Linear(width, 16)
+        self.back = nn.Linear(16, width)
+        self.final = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        query, key, value = (
+            p.unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in self.qkv(self.norm(x)).chunk(3, -1)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        x = x + self.back(F.gelu(self.tiny(x)))
+        return F.cross_entropy(self.head(self.final(x)).flatten(0, 1), targets.flatten())
+
+
 class ConvNet(nn.Module):
     """Three convolutions (plain, depthwise, strided without bias), batch norm, pooling, a classifier."""
 
@@ -322,12 +348,18 @@ class Positions(nn.Module):
         return self.head(torch.relu(self.mix(angles.cos() + chosen)))
 
 
+def _wide() -> Built:
+    with torch.device("meta"):
+        ids = torch.empty(4, 2048, dtype=torch.int64)
+        return Wide(), (ids, torch.empty_like(ids)), {}
+
+
 def _module(factory: Callable[[], nn.Module], *shape: int) -> Callable[[], Built]:
     return lambda: (factory(), (torch.randn(*shape),), {})
 
 
 TINY: Mapping[str, Callable[[], Built]] = {
-    "mlp": _module(Mlp, 4, 8, 64),
+    "mlp": _module(Mlp, 4, 10, 64),
     "normed": _module(Normed, 6, 32),
     "encoder": _module(Encoder, 6, 32),
     "tied": lambda: (Tied(), (torch.randint(0, 48, (2, 6)),), {}),
@@ -336,6 +368,7 @@ TINY: Mapping[str, Callable[[], Built]] = {
     "gram": _module(Gram, 6, 32),
     "fused_qkv": _module(FusedQkv, 2, 8, 64),
     "sdpa": _module(SdpaBlock, 2, 8, 64),
+    "wide": _wide,
     "convnet": _module(ConvNet, 2, 3, 12, 12),
     "router": _module(Router, 6, 32),
     "positions": lambda: (Positions(), (torch.arange(12), torch.randint(0, 10, (12,))), {}),
