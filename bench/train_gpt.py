@@ -42,7 +42,7 @@ def run(name: str, steps: int, layers: int, context: int, batch: int) -> tuple[f
     scaler = torch.amp.GradScaler("cpu") if "GradScaler" in name else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     started = time.perf_counter()
-    losses = train_small_gpt(step, optimizer, steps=steps, batch=batch, context=context, scaler=scaler)
+    losses = train_small_gpt(step, optimizer, steps=steps, batch=batch, context=context, scaler=scaler, warmup=50)
     seconds = time.perf_counter() - started
     with torch.no_grad():
         batches = [small_gpt_batch(batch=batch, context=context, seed=i, held_out=True) for i in range(20)]
@@ -70,7 +70,9 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--json", type=Path, dest="json_file")
+    parser.add_argument("--threads", type=int, default=1, help="more threads wait for each other on a busy machine")
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     rows: list[Row] = []
     reference: tuple[float, float] | None = None
     for name in RUNS:

@@ -20,7 +20,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from ..errors import CaptureError, DsmpError
-from ..passes.graph import is_joint
+from ..passes.graph import complete_halves, is_joint
 from ..passes.keys import KeyReport, ModuleNames, assign_keys, key_of
 from ..passes.split_backward import split_backward
 from .capture_state import ModelState, uncompiled
@@ -63,6 +63,7 @@ class Capture:
 
 def key_graph(gm: fx.GraphModule, names: ModuleNames, parameters: frozenset[fx.Node]) -> KeyReport:
     """Bring a traced graph into the form decisions refer to: fused backward nodes split, float nodes keyed."""
+    complete_halves(gm)
     split_backward(gm)
     return assign_keys(gm, names, parameters.__contains__)
 

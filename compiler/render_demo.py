@@ -18,7 +18,7 @@ _GEMM_PHASES = {"fprop", "dgrad", "wgrad"}
 
 def print_demo(printer: Printer, demo: Demo) -> None:
     """What was run here, what is planned for the devices, and some decisions with their reasons."""
-    lines: list[RenderableType] = [Text(f"One training step of a {demo.model}, on {demo.running}", style="bold")]
+    lines: list[RenderableType] = [Text(f"One training step of a {demo.model}, run on {demo.running}", style="bold")]
     if demo.note:
         lines.append(Text(demo.note, style="yellow"))
     lines += [_runs(demo), "", _plans(demo.devices, simulated=True), ""]

@@ -58,8 +58,11 @@ class ValueForms:
         return sum(1 for n in self._made if _is_cast(n) and not n._erased)
 
     def remember_stored(self, wide: fx.Node, dtype: torch.dtype, stored: fx.Node) -> None:
-        """`wide` was widened from `stored`: whoever casts it to that dtype gets `stored`."""
+        """`wide` was widened from `stored`: whoever casts it to that dtype gets `stored`, and the other way round."""
         self._forms["cast", wide, dtype] = stored
+        tensor = value_of(wide)
+        if tensor is not None and node_op(wide) == "prims.convert_element_type":
+            self._forms.setdefault(("widen", stored, tensor.dtype, "", "none"), wide)
 
     def cast(self, value: fx.Node, dtype: torch.dtype) -> fx.Node:
         """`value` in another dtype, the cast hoisted above views."""
@@ -73,7 +76,9 @@ class ValueForms:
         tensor = value_of(value)
         assert tensor is not None
         traced = next(f for f, d in DTYPES.items() if d == tensor.dtype)
-        stored = operand_storage(self.storage, traced, compute)
+        # Weights are not kept in the storage format: a GEMM quantises them from the precision that the optimizer sees.
+        is_weight = _origin(value) in self.parameters
+        stored = traced if is_weight else operand_storage(self.storage, traced, compute)
         narrow = self.cast(value, DTYPES[stored])
         carrier = carrier_of(compute)
         exact = compute in (stored, "fp32", "fp64")

@@ -86,6 +86,24 @@ def is_joint(gm: fx.GraphModule) -> bool:
     return any(is_backward(n) for n in gm.graph.nodes)
 
 
+def complete_halves(gm: fx.GraphModule) -> None:
+    """Put every call of a joint graph into the forward or the backward pass, in place.
+
+    AOTAutograd leaves out what a custom `autograd.Function` computes in its backward method: there a call is backward
+    when it reads a backward value or when only backward calls read it.
+    """
+    if not is_joint(gm):
+        return
+    open_calls = [n for n in gm.graph.nodes if n.op == "call_function" and "partitioner_tag" not in n.meta]
+    for node in open_calls:
+        if any(is_backward(n) for n in node.all_input_nodes):
+            node.meta["partitioner_tag"] = "is_backward"
+    for node in reversed(open_calls):
+        if "partitioner_tag" not in node.meta:
+            only_backward = bool(node.users) and all(is_backward(user) for user in node.users)
+            node.meta["partitioner_tag"] = "is_backward" if only_backward else "is_forward"
+
+
 def root(node: fx.Node, *, through_casts: bool = False, through_slices: bool = True) -> fx.Node:
     """The node that computed the numbers of `node`: views, copies and (if asked) slices and dtype casts are skipped."""
     while node.op == "call_function":

@@ -112,6 +112,7 @@ def assign_keys(gm: fx.GraphModule, names: ModuleNames, is_parameter: Callable[[
     taken: set[NodeKey] = set()
     numbers: Counter[tuple[str, Phase, str]] = Counter()
     forward_gemms: defaultdict[int, list[fx.Node]] = defaultdict(list)
+    forward: list[tuple[fx.Node, NodeKey]] = []
     unmatched: list[str] = []
 
     def give(node: fx.Node, key: NodeKey) -> None:
@@ -129,6 +130,7 @@ def assign_keys(gm: fx.GraphModule, names: ModuleNames, is_parameter: Callable[[
         op = gemm_op(node)
         if op is not None and not (joint and is_backward(node)):
             number(node, names.of(node), FPROP, _kind(node, op, parameters))
+            forward.append((node, node.meta[_META]))
             if "seq_nr" in node.meta:
                 forward_gemms[node.meta["seq_nr"]].append(node)
     for node in nodes:
@@ -138,12 +140,17 @@ def assign_keys(gm: fx.GraphModule, names: ModuleNames, is_parameter: Callable[[
             number(node, names.of(node), BWD if backward else FPROP, node_op(node).split(".")[-1])
         elif backward:
             found = _differentiated(node, op, forward_gemms.get(node.meta.get("seq_nr", -1), []), taken)
+            if found is None and not op.backward:
+                # The backward method of a custom autograd.Function does not carry the number of its forward.
+                owner = names.of(node)
+                beside = [f for f, key in forward if key.fqn == owner]
+                found = _differentiated(node, op, beside, taken)
             if found is None:
                 unmatched.append(node.name)
                 number(node, names.of(node), BWD, _kind(node, op, parameters))
             else:
-                forward, phase = found
-                origin = key_of(forward)
+                differentiated, phase = found
+                origin = key_of(differentiated)
                 assert origin is not None
                 give(node, NodeKey(origin.fqn, phase, origin.op, origin.ordinal))
     return KeyReport(unmatched=tuple(unmatched))

@@ -5,6 +5,7 @@ its operands in another form and gets
 
     native      operand --cast--> compute dtype                            and the operator runs in that dtype
     simulated   operand --cast--> storage dtype --widen--> fp32 --round--> and the operator runs in fp32
+                weight  --round-->                                         (weights stay stored as they are)
 
 where `round` is the exact rounding of the planned format with its scales. A result that is stored narrower is cast
 once and widened for readers that want the traced dtype.
@@ -114,7 +115,11 @@ class _Legalizer:
                     self.forms.opaque = not self.same_device
                     self._store(node, node, DTYPES[decision.output], traced)
                 continue
-            if DTYPES.get(decision.compute) == traced and decision.compute != "tf32" and decision.recipe == "none":
+            if (
+                DTYPES.get(decision.compute) == DTYPES[decision.output] == traced
+                and decision.compute != "tf32"
+                and decision.recipe == "none"
+            ):
                 continue
             natively = is_native(decision, self.same_device)
             self.forms.opaque = not natively
@@ -192,13 +197,14 @@ class _Legalizer:
             return arg
         if op.kind != "sdpa":
             return self.forms.cast(arg, carrier)
-        if place != op.mask or not value.is_cuda or carrier.itemsize > value.dtype.itemsize:
+        # A mask has the dtype of the query; on CPUs it may be fp32 with any.
+        if place != op.mask or (value.dtype == torch.float32 and not value.is_cuda):
             return arg
-        # A mask of finfo.min must not become -inf: a row that is masked throughout would turn NaN.
         bounds = torch.finfo(carrier)
-        return self.forms.cast(
-            self.forms.call(aten.clamp.default, (arg, bounds.min, bounds.max), {}, after=arg, like=arg), carrier
-        )
+        if bounds.max < torch.finfo(value.dtype).max:
+            # A mask of finfo.min must not become -inf: a row that is masked throughout would turn NaN.
+            arg = self.forms.call(aten.clamp.default, (arg, bounds.min, bounds.max), {}, after=arg, like=arg)
+        return self.forms.cast(arg, carrier)
 
     def _can_widen(self, node: fx.Node) -> bool:
         value = value_of(node)

@@ -56,7 +56,7 @@ def verify(gm: fx.GraphModule, before: Snapshot, decided: Iterable[str], missing
             dtypes = {v.dtype for n in operand_nodes(node) if (v := value_of(n)) is not None}
             if len(dtypes) > 1:
                 raise VerificationError(f"{node.format_node()} mixes operands of {sorted(map(str, dtypes))}")
-        if "val" not in node.meta:
+        if "val" not in node.meta and _returns_something(node):
             raise VerificationError(f"{node.format_node()} has no value in its meta data")
         if joint and "partitioner_tag" not in node.meta:
             raise VerificationError(f"{node.format_node()} belongs neither to the forward nor to the backward pass")
@@ -74,3 +74,8 @@ def _outputs(gm: fx.GraphModule) -> tuple[tuple[torch.dtype | None, tuple[int, .
 
 def _input_dtypes(node: fx.Node) -> tuple[torch.dtype, ...]:
     return tuple(t.dtype for n in operands(node) for t in tensors_of(n) if t.dtype in FLOAT_DTYPES)
+
+
+def _returns_something(node: fx.Node) -> bool:
+    """False for calls that are made for their effect only, such as an assertion."""
+    return not isinstance(node.target, torch._ops.OpOverload) or bool(node.target._schema.returns)

@@ -91,8 +91,15 @@ def decide_gemms(gm: fx.GraphModule, compute: str, *, output: str | None = None)
     return found
 
 
-def random_inputs(gm: fx.GraphModule, sizes: Mapping[str, int] | None = None, seed: int = 0) -> list[Any]:
-    """Values for all placeholders: normal floats, small integers, zeros for counters; sizes for symbols."""
+def random_inputs(
+    gm: fx.GraphModule,
+    parameters: frozenset[fx.Node] = frozenset(),
+    *,
+    sizes: Mapping[str, int] | None = None,
+    seed: int = 0,
+) -> list[Any]:
+    """Values for all placeholders: normal floats (parameters as layers are initialised), integers of 0 and 1, true
+    masks; `sizes` for symbols, else their hints."""
     generator = torch.Generator().manual_seed(seed)
     values: list[Any] = []
     for node in placeholders(gm):
@@ -105,7 +112,9 @@ def random_inputs(gm: fx.GraphModule, sizes: Mapping[str, int] | None = None, se
             shape = [(sizes or {}).get(str(s), concrete(s)) for s in fake.shape]
             if fake.dtype.is_floating_point:
                 value = torch.randn(shape, generator=generator, dtype=torch.float64).to(fake.dtype)
-                if "running_var" in str(node.meta.get("desc", "")):
+                if node in parameters and value.dim() > 1:
+                    value /= (value.numel() / value.shape[0]) ** 0.5  # as layers are initialised
+                elif "running_var" in str(node.meta.get("desc", "")):
                     value = value.abs() + 1
             elif fake.dtype == torch.bool:
                 value = torch.ones(shape, dtype=torch.bool)
@@ -116,8 +125,9 @@ def random_inputs(gm: fx.GraphModule, sizes: Mapping[str, int] | None = None, se
 
 
 def run(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
-    """What a graph returns for these inputs, node by node; the inputs are not changed."""
+    """What a graph returns for these inputs, flat, run node by node; the inputs are not changed."""
     copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]
+    torch.manual_seed(0)  # dropout
     result = fx.Interpreter(gm).run(*copies, enable_io_processing=False)
     return list(result) if isinstance(result, (list, tuple)) else [result]
 

@@ -343,7 +343,7 @@ def test_only_parameters_make_a_linear():
 
 
 def test_backward_products_without_a_forward_node_are_reported():
-    gm = keyed_graph(lambda x, w: (x @ w) @ w.t(), torch.randn(2, 3), torch.randn(3, 4)).gm
+    gm = keyed_graph(lambda x, w, v: (x @ w) @ v, torch.randn(2, 3), torch.randn(3, 4), torch.randn(4, 3)).gm
     first, second = (n for n in calls(gm) if gemm_op(n))
     first.meta["seq_nr"], second.meta["seq_nr"] = 1, 2
     second.meta["partitioner_tag"] = "is_backward"
