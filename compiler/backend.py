@@ -45,7 +45,8 @@ def dsmp(
     """
     checked = parse_options(options)
     names = frame_names()
-    graph_pass = PrecisionPass(checked, names, parameter_indices(example_inputs), module_paths(gm, names))
+    running = running_device(example_inputs)
+    graph_pass = PrecisionPass(checked, running, names, parameter_indices(example_inputs), module_paths(gm, names))
     if checked.executor == "eager":
         return compile_eagerly(gm, example_inputs, graph_pass.apply)
     patches: dict[str, Any] = dict(torch._inductor.list_mode_options(mode)) if mode else {}
@@ -55,12 +56,19 @@ def dsmp(
         return cast("Callable[..., Any]", compile_fx(gm, list(example_inputs), config_patches=patches))
 
 
+def running_device(example_inputs: Sequence[Any]) -> Device:
+    """The device that a graph runs on: that of its tensors, which need not be the machine's accelerator."""
+    kinds = {x.device.type for x in example_inputs if isinstance(x, torch.Tensor)}
+    return resolve_hardware("cpu") if kinds == {"cpu"} else detect()
+
+
 class PrecisionPass(CustomGraphPass):
     """Key, decide (or replay), legalise and lower one joint or inference graph in place."""
 
     def __init__(
         self,
         options: Options,
+        running: Device,
         names: ModuleNames,
         parameter_indices: frozenset[int],
         module_paths: Sequence[str] = (),
@@ -69,10 +77,10 @@ class PrecisionPass(CustomGraphPass):
         self.names = names
         self.parameter_indices = parameter_indices
         self.module_paths = module_paths
-        self.running = detect()
+        self.running = running
         plan = options.plan
         hardware = options.hardware or (plan.hardware if plan is not None else None)
-        self.device: Device = resolve_hardware(hardware)
+        self.device = running if hardware in (None, "auto") else resolve_hardware(hardware)
         if plan is not None:
             check_plan_hardware(plan, self.device)
 

@@ -9,6 +9,8 @@ strict     True: a node that the plan does not know is an error instead of keepi
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -62,9 +64,18 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
     )
 
 
+@functools.lru_cache(maxsize=8)
+def _plan_file(path: str, mtime_ns: int, size: int) -> PrecisionPlan:
+    """A plan file, read once for all graphs of a model as long as it does not change."""
+    return load_plan(path)
+
+
 def _plan(value: Any) -> PrecisionPlan | None:
     if value is None or isinstance(value, PrecisionPlan):
         return value
     if isinstance(value, (str, os.PathLike)):
-        return load_plan(value)
+        with contextlib.suppress(OSError):
+            state = os.stat(value)
+            return _plan_file(os.fspath(value), state.st_mtime_ns, state.st_size)
+        return load_plan(value)  # says what is wrong with the path
     raise InvalidOptionError("plan", value, "a PrecisionPlan or the path of a plan.json")

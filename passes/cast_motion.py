@@ -50,7 +50,7 @@ class ValueForms:
         self._joint = is_joint(gm)
         self._last_placeholder = next(reversed(placeholders(gm)), None)
         self._forms: dict[tuple[Any, ...], fx.Node] = {}
-        self._made: list[fx.Node] = []
+        self._made: dict[fx.Node, None] = {}
 
     @property
     def casts(self) -> int:
@@ -169,7 +169,7 @@ class ValueForms:
         if self._joint:
             node.meta["partitioner_tag"] = "is_backward" if is_backward(like) else "is_forward"
         node.meta["val"] = _fake_result(target, args, kwargs)
-        self._made.append(node)
+        self._made[node] = None
         return node
 
     def _mark(self, node: fx.Node, derived: bool) -> None:
@@ -178,7 +178,36 @@ class ValueForms:
             return
         if derived or _origin(node) in self.parameters:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-            node.meta["ac_graph_id"] = 0
+            node.meta.setdefault("ac_graph_id", 0)
+        else:
+            self.release(node)
+
+    @staticmethod
+    def release(node: fx.Node) -> None:
+        """Do not save a form because an activation-checkpointing policy saves the value it is made from."""
+        if node.meta.get("recompute") in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
+            node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+
+    def save_stored(self, computed: fx.Node, stored: fx.Node) -> None:
+        """Where an activation-checkpointing policy saves `computed`, let it save what is stored of it instead."""
+        policy = computed.meta.get("recompute")
+        if stored is not computed and policy in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
+            stored.meta["recompute"] = policy
+            self.release(computed)
+
+    def settle_regions(self) -> None:
+        """Give forms that are recomputed the checkpointed region of their readers.
+
+        The partitioner saves what crosses from one region into the next. A form may cross only if nobody else reads the
+        value it is made from, which then need not be saved itself.
+        """
+        for node in reversed(self.graph.nodes):
+            if node not in self._made or node.meta.get("recompute") not in _RECOMPUTED:
+                continue
+            source = node.all_input_nodes[0]
+            if source.op == "placeholder" or len(source.users) > 1:
+                regions = [u.meta["ac_graph_id"] for u in node.users if u.meta.get("recompute") in _RECOMPUTED]
+                node.meta["ac_graph_id"] = max([node.meta.get("ac_graph_id", 0), *regions])
 
     def erase_dead(self, replaced: Iterable[fx.Node]) -> None:
         """Erase what nobody reads any more among the forms made, the nodes that were replaced, and views."""
@@ -188,9 +217,8 @@ class ValueForms:
                 self.graph.erase_node(node)
 
 
-_OWN_META = frozenset(
-    {"val", "tensor_meta", "dsmp_key", "recompute", "ac_graph_id", "eager_input_vals", "unbacked_bindings"}
-)
+_RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+_OWN_META = frozenset({"val", "tensor_meta", "dsmp_key", "eager_input_vals", "unbacked_bindings"})
 
 
 def carrier_of(compute: str) -> torch.dtype:

@@ -47,7 +47,7 @@ _WIDE_RESULT = {"aten.mm": aten.mm, "aten.addmm": aten.mm, "aten.bmm": aten.bmm,
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LegalizeReport:
     """What legalisation did: casts inserted, keys run natively and simulated in a format that was not traced, and keys
-    of the graph for which there was no decision (they stay as traced)."""
+    of GEMMs for which there was no decision (they stay as traced, as every other operator does by default)."""
 
     casts: int
     native: tuple[str, ...]
@@ -102,7 +102,8 @@ class _Legalizer:
                 continue
             decision = self.decisions.get(str(key))
             if decision is None:
-                undecided.append(str(key))
+                if gemm_op(node) is not None:
+                    undecided.append(str(key))
                 continue
             traced = float_dtype(node)
             assert traced is not None
@@ -126,6 +127,7 @@ class _Legalizer:
             (ran_native if natively else simulated).append(str(key))
             self._gemm(node, decision, traced, natively)
         self.forms.erase_dead(self.replaced)
+        self.forms.settle_regions()
         self.gm.recompile()
         return LegalizeReport(
             casts=self.forms.casts, native=tuple(ran_native), simulated=tuple(simulated), undecided=tuple(undecided)
@@ -177,16 +179,16 @@ class _Legalizer:
         product.meta["dsmp_key"] = key_of(node)
         wide = self.forms.widen_to(product, traced)
         alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
+        bias = args[op.bias]
         if alpha != 1:
-            wide = self.forms.call(aten.mul.Tensor, (wide, alpha), {}, after=wide, like=node)
+            wide = self.forms.call(aten.mul.Tensor, (wide, alpha), {}, before=node, like=node)
+            self.forms.release(wide)
+        if beta not in (0, 1):
+            bias = self.forms.call(aten.mul.Tensor, (bias, beta), {}, before=node, like=node)
+            self.forms.release(bias)
         if beta != 0:
-            bias = args[op.bias]
-            if beta != 1:
-                bias = self.forms.call(aten.mul.Tensor, (bias, beta), {}, after=wide, like=node)
-                wide_after = bias
-            else:
-                wide_after = wide
-            wide = self.forms.call(aten.add.Tensor, (wide, bias), {}, after=wide_after, like=node)
+            wide = self.forms.call(aten.add.Tensor, (wide, bias), {}, before=node, like=node)
+            self.forms.release(wide)
         node.replace_all_uses_with(wide)
         self.replaced.append(node)
 
@@ -232,6 +234,7 @@ class _Legalizer:
         assert value is not None
         readers = [u for u in old.users if u is not fresh]
         stored = fresh if value.dtype == output else self.forms.convert(fresh, output)
+        self.forms.save_stored(fresh, stored)
         wide = stored if output == traced else self.forms.widen_to(stored, traced)
         for reader in readers:
             if reader is not stored:

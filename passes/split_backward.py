@@ -29,6 +29,8 @@ def split_backward(gm: fx.GraphModule) -> int:
         else:
             mask = [i in used for i in range(2)]
         if not (mask[0] and any(mask[1:])):
+            if not is_conv and any(mask):
+                node.meta["dsmp_writes"] = (mask[0], mask[1])  # without a mask of its own, this says which one is used
             continue
         parts = ((0,), tuple(range(1, len(mask))))
         for part in parts:

@@ -17,7 +17,7 @@ from dsmp.compiler.capture import Capture, capture
 
 @pytest.fixture(scope="session")
 def captured() -> Callable[..., Capture]:
-    """`captured(name, training=True)`: the graphs of a zoo model, made once; tests change copies only (`copy_graph`)."""
+    """`captured(name, training=True)`: the graphs of a zoo model, made once; tests change copies only."""
 
     @functools.cache
     def of(name: str, training: bool = True) -> Capture:

@@ -1,4 +1,4 @@
-"""The rules of the house: layers, no circles, torch-free hardware data, relative imports, short files, no device names."""
+"""The rules of the house: layers, no circles, torch-free hardware data, relative imports, short files."""
 
 from __future__ import annotations
 

@@ -1,27 +1,111 @@
-"""Every compiler test starts with fresh caches and random numbers, on one thread."""
+"""What the compiler's tests share: fresh caches for every test, and one strict replay of a plan for every zoo model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from compiling import Seen, watch
+import zoo
+from compiling import Seen, compiled, gradients, watch
+
+import dsmp
+import dsmp.compiler.backend as backend
+from dsmp.compiler.capture import Capture
+from dsmp.compiler.pipeline import make_plan
+from dsmp.passes.plan import PrecisionPlan
+from dsmp.passes.select_default import select_default
 
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     """One thread: operations this small wait for other threads longer than they compute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    torch.set_num_threads(threads)
+    with _one_thread():
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        yield
+        torch._dynamo.reset()
 
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """The keys of every graph that the dsmp backend compiles in this test."""
     return watch(monkeypatch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """A training step of a zoo model under a plan that was made offline, saved, loaded and replayed with strict=True.
+
+    `offline` are the keys of the capture, `keys` those that the backend saw, `other` the keys on which the plan and a
+    decision made anew at run time differ, `warnings` what was logged.
+    """
+
+    plan: PrecisionPlan
+    offline: list[list[str]]
+    keys: list[list[str]]
+    unmatched: list[str]
+    other: list[str]
+    warnings: list[str]
+    gradients: list[torch.Tensor]
+
+
+@pytest.fixture(scope="session")
+def replayed(captured: Callable[..., Capture], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Replay]:
+    """`replayed(name)`: the step on an H800, made once a session."""
+    folder = tmp_path_factory.mktemp("plans")
+
+    @functools.cache
+    def of(name: str) -> Replay:
+        with _one_thread(), pytest.MonkeyPatch.context() as patch:
+            return _replay(name, captured(name), folder / f"{name}.json", patch)
+
+    return of
+
+
+def _replay(name: str, capture: Capture, path: Path, patch: pytest.MonkeyPatch) -> Replay:
+    device = dsmp.resolve_hardware("h800")
+    plan = make_plan(capture, device, predict_memory=False)
+    plan.save(path)
+    seen = watch(patch)
+    other: list[str] = []
+    apply = backend.apply_decisions
+
+    def compare(gm: torch.fx.GraphModule, decisions: Any, **kwargs: Any) -> Any:
+        for made in select_default(gm, device, parameters=kwargs["parameters"]).decisions:
+            planned = decisions.get(made.key)
+            if planned is None or not planned.same_formats(made):
+                other.append(made.key)
+        return apply(gm, decisions, **kwargs)
+
+    patch.setattr(backend, "apply_decisions", compare)
+    warnings: list[str] = []
+    patch.setattr(logging.getLogger("dsmp"), "warning", warnings.append)
+    torch._dynamo.reset()
+    case = zoo.build(name)
+    loss = zoo.scalar(compiled(case.model, plan=str(path), strict=True)(*case.args, **case.kwargs))
+    loss.backward()
+    torch._dynamo.reset()
+    return Replay(
+        plan=plan,
+        offline=[g.key_texts() for g in capture],
+        keys=seen.graphs,
+        unmatched=seen.unmatched,
+        other=other,
+        warnings=warnings,
+        gradients=[g.clone() for g in gradients(case.model)],
+    )
+
+
+class _one_thread:
+    def __enter__(self) -> None:
+        self.threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_num_threads(self.threads)

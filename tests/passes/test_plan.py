@@ -82,33 +82,33 @@ PLANS = st.builds(
 
 def make(key="a.b|fprop|linear|0", compute="bf16", **changes):
     parsed = NodeKey.parse(key)
-    values = dict(
-        key=key,
-        op=parsed.op,
-        aten="aten.mm.default",
-        phase=parsed.phase,
-        module=parsed.fqn,
-        shapes=[[2, 3], [3, 4], [2, 4]],
-        flops=48,
-        bytes=100,
-        compute=compute,
-        accumulate="fp32",
-        output="bf16",
-        reason=Reason(code="tier", text="a reason"),
-        time_us={"bf16": 1.5, "fp32": 2.5},
-    )
+    values = {
+        "key": key,
+        "op": parsed.op,
+        "aten": "aten.mm.default",
+        "phase": parsed.phase,
+        "module": parsed.fqn,
+        "shapes": [[2, 3], [3, 4], [2, 4]],
+        "flops": 48,
+        "bytes": 100,
+        "compute": compute,
+        "accumulate": "fp32",
+        "output": "bf16",
+        "reason": Reason(code="tier", text="a reason"),
+        "time_us": {"bf16": 1.5, "fp32": 2.5},
+    }
     return Decision(**{**values, **changes})
 
 
 def plan_of(*nodes, **changes):
-    values = dict(
-        dsmp="0.1",
-        torch="2.14",
-        hardware="h800",
-        model=ModelInfo(source="Net", fingerprint="f00", nodes=len(nodes)),
-        prediction=Prediction(time_us=10, time_us_fp32=25),
-        nodes=list(nodes),
-    )
+    values = {
+        "dsmp": "0.1",
+        "torch": "2.14",
+        "hardware": "h800",
+        "model": ModelInfo(source="Net", fingerprint="f00", nodes=len(nodes)),
+        "prediction": Prediction(time_us=10, time_us_fp32=25),
+        "nodes": list(nodes),
+    }
     return PrecisionPlan(**{**values, **changes})
 
 
@@ -131,7 +131,7 @@ def test_the_file_holds_one_node_a_line_in_order():
     lines = [line for line in text.splitlines() if '"key"' in line]
     assert [json.loads(line.rstrip(","))["key"] for line in lines] == keys
     head = json.loads(text)
-    assert list(head)[0] == "schema" and head["schema"] == 1 and list(head)[-1] == "nodes"
+    assert next(iter(head)) == "schema" and head["schema"] == 1 and list(head)[-1] == "nodes"
     assert text.endswith("}\n")
 
 
