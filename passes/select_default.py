@@ -152,7 +152,7 @@ class _Selector:
                 return False
         verdict = self.device.supports(_class(key), None, choice.format, choice.accumulate)
         if not verdict.ok:
-            refusals.append(f"no {choice.format}: {verdict.reason.rstrip('.')}")
+            refusals.append(verdict.reason.rstrip("."))
         return verdict.ok
 
     def _refusal_code(self, key: NodeKey, traced: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from torch import fx, nn
 
 import dsmp.compiler.backend as backend
 from dsmp.passes.keys import key_of
+from dsmp.passes.plan import PrecisionPlan
 
 GEMMS = ("linear", "matmul", "conv", "sdpa", "grouped_mm")
 
@@ -75,3 +77,31 @@ def numbered(prefix: str, phases: str = "fprop dgrad wgrad", op: str = "linear",
     for phase in phases.split():
         for ordinal in range(count):
             yield f"{prefix}|{phase}|{op}|{ordinal}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """A training step of a zoo model under a plan that was made offline, saved, loaded and replayed with strict=True.
+
+    `offline` are the keys of the capture, `keys` those that the backend saw, `other` the keys on which the plan and a
+    decision made anew at run time differ, `warnings` what was logged.
+    """
+
+    plan: PrecisionPlan
+    offline: list[list[str]]
+    keys: list[list[str]]
+    unmatched: list[str]
+    other: list[str]
+    warnings: list[str]
+    gradients: list[torch.Tensor]
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Operations this small wait for other threads longer than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -5,27 +5,25 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import zoo
-from compiling import Seen, compiled, gradients, watch
+from compiling import Replay, Seen, compiled, gradients, one_thread, watch
 
 import dsmp
 import dsmp.compiler.backend as backend
 from dsmp.compiler.capture import Capture
 from dsmp.compiler.pipeline import make_plan
-from dsmp.passes.plan import PrecisionPlan
 from dsmp.passes.select_default import select_default
 
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     """One thread: operations this small wait for other threads longer than they compute."""
-    with _one_thread():
+    with one_thread():
         torch.manual_seed(0)
         torch._dynamo.reset()
         yield
@@ -38,23 +36,6 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     return watch(monkeypatch)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Replay:
-    """A training step of a zoo model under a plan that was made offline, saved, loaded and replayed with strict=True.
-
-    `offline` are the keys of the capture, `keys` those that the backend saw, `other` the keys on which the plan and a
-    decision made anew at run time differ, `warnings` what was logged.
-    """
-
-    plan: PrecisionPlan
-    offline: list[list[str]]
-    keys: list[list[str]]
-    unmatched: list[str]
-    other: list[str]
-    warnings: list[str]
-    gradients: list[torch.Tensor]
-
-
 @pytest.fixture(scope="session")
 def replayed(captured: Callable[..., Capture], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Replay]:
     """`replayed(name)`: the step on an H800, made once a session."""
@@ -62,7 +43,7 @@ def replayed(captured: Callable[..., Capture], tmp_path_factory: pytest.TempPath
 
     @functools.cache
     def of(name: str) -> Replay:
-        with _one_thread(), pytest.MonkeyPatch.context() as patch:
+        with one_thread(), pytest.MonkeyPatch.context() as patch:
             return _replay(name, captured(name), folder / f"{name}.json", patch)
 
     return of
@@ -100,12 +81,3 @@ def _replay(name: str, capture: Capture, path: Path, patch: pytest.MonkeyPatch) 
         warnings=warnings,
         gradients=[g.clone() for g in gradients(case.model)],
     )
-
-
-class _one_thread:
-    def __enter__(self) -> None:
-        self.threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_num_threads(self.threads)

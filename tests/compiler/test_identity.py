@@ -191,6 +191,36 @@ def test_checkpointed_modules_are_keyed_once(seen: Seen) -> None:
     assert seen.gemms == [sorted([*under("body", MLP_GEMMS), *numbered("out")])]
 
 
+def test_the_backward_method_of_a_custom_function_has_phases(seen: Seen) -> None:
+    """AOTAutograd does not number what such a method computes, nor say that it is backward."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, w)
+            return x @ w
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            x, w = ctx.saved_tensors
+            return grad @ w.t(), x.t() @ grad
+
+    class Custom(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(D, D))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Product.apply(torch.tanh(x), self.weight) * 2
+
+    run(compiled(nn.Sequential(Custom(), Custom(), nn.Linear(D, D))), x(4, D))
+    assert seen.gemms == [sorted([*numbered("0"), *numbered("1"), *numbered("2")])]
+    assert seen.unmatched == []
+    phases = [(k.split("|")[1], k.split("|")[2]) for k in seen.graphs[0]]
+    first_backward = next(i for i, (phase, _) in enumerate(phases) if phase != "fprop")
+    assert all(phase != "fprop" for phase, _ in phases[first_backward:])
+
+
 def test_functional_code_belongs_to_the_module_that_calls_it(seen: Seen) -> None:
     class Functional(nn.Module):
         def __init__(self) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from compiling import Seen, compiled, gemms_of, relative
-from conftest import Replay
+from compiling import Replay, Seen, compiled, gemms_of, relative
 from torch import nn
 
 import dsmp
