@@ -79,7 +79,7 @@ class PrecisionPass(CustomGraphPass):
         self.module_paths = module_paths
         self.running = running
         plan = options.plan
-        hardware = options.hardware or (plan.hardware if plan is not None else None)
+        hardware = plan.hardware if plan is not None and options.hardware is None else options.hardware
         self.device = running if hardware in (None, "auto") else resolve_hardware(hardware)
         if plan is not None:
             check_plan_hardware(plan, self.device)
