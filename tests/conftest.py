@@ -15,6 +15,18 @@ import zoo
 from dsmp.compiler.capture import Capture, capture
 
 
+class _RootIsNoTestPackage:
+    """The repository's root is the package dsmp, but not one whose `__init__` pytest should import by the root's name."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collect_directory(self, path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+        return pytest.Dir.from_parent(parent, path=path) if path == parent.config.rootpath else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_RootIsNoTestPackage())
+
+
 @pytest.fixture(scope="session")
 def captured() -> Callable[..., Capture]:
     """`captured(name, training=True)`: the graphs of a zoo model, made once; tests change copies only."""

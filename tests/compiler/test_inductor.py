@@ -190,8 +190,12 @@ def test_both_executors_agree(name: str, hardware: str) -> None:
         zoo.scalar(f(*case.args, **case.kwargs)).backward()
         found.append([g.clone() for g in gradients(model)])
     wanted, eager, inductor = found
-    bound = 1e-5 if hardware == "cpu-avx2" else 0.5 * relative(eager, wanted)
-    assert relative(inductor, eager) <= bound
+    if hardware == "cpu-avx2":
+        assert relative(inductor, eager) < 1e-5
+    else:
+        # Sums in another order round a few values to the other side; more must not differ.
+        error = relative(eager, wanted)
+        assert relative(inductor, wanted) < 1.2 * error and relative(inductor, eager) < error
 
 
 @pytest.mark.slow
