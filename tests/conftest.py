@@ -16,7 +16,7 @@ from dsmp.compiler.capture import Capture, capture
 
 
 class _RootIsNoTestPackage:
-    """The repository's root is the package dsmp, but not one whose `__init__` pytest should import by the root's name."""
+    """The root is the package dsmp, but not one whose `__init__` pytest should import by the checkout's name."""
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collect_directory(self, path: Path, parent: pytest.Collector) -> pytest.Collector | None:
