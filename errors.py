@@ -99,6 +99,10 @@ class PlanSchemaError(DsmpError):
     """A plan file that is no valid plan: names the field and what it may hold."""
 
 
+class PlanFileError(DsmpError):
+    """A place where a plan cannot be written."""
+
+
 class PlanMismatchError(DsmpError):
     """A plan that does not fit the model it is applied to (raised under strict only)."""
 

@@ -23,11 +23,11 @@ from ..hardware_db.capability import Device
 from ..hardware_db.detect import detect, resolve_hardware
 from ..passes.keys import ModuleNames
 from ..passes.plan import Decision
-from ..passes.select_default import select_default
+from ..passes.select_default import rules_without_a_node, select_default
 from .capture import key_graph
 from .identity import frame_names, module_paths
 from .options import Options, parse_options
-from .pipeline import apply_decisions, check_plan_hardware, report_undecided
+from .pipeline import apply_decisions, check_plan_hardware, log, report_undecided
 from .tracing import compile_eagerly, explicit_precision, parameter_indices, parameter_nodes
 
 
@@ -110,6 +110,8 @@ class PrecisionPass(CustomGraphPass):
         if plan is not None and not rules:
             return plan.by_key
         made = {d.key: d for d in select_default(gm, self.device, parameters=parameters, rules=rules).decisions}
+        for rule in rules_without_a_node(rules, made):
+            log.warning("rule %r -> %s matches no node of this graph that can follow it", rule.match, rule.format)
         if plan is None:
             return made
         # A replayed plan with extra rules: the rules win, everything else is as planned.

@@ -91,9 +91,23 @@ def capture(
     else:
         found = Capture(source=name, graphs=_capture_calls(model, args, kwargs or {}, training))
     if not found.graphs:
-        raise CaptureError(f"{name} computes nothing with tensors: there is no graph to plan.")
+        raise CaptureError(f"{name} gave no graph to plan: {_why_empty(model)}.")
     found.seconds = time.perf_counter() - started
     return found
+
+
+def _why_empty(model: Any) -> str:
+    recurrent = [n or "it" for n, m in _modules(model) if isinstance(m, nn.RNNBase)]
+    if recurrent and not torch._dynamo.config.allow_rnn:
+        return (
+            f"{', '.join(recurrent)} is an RNN, and torch.compile skips whatever calls one; "
+            "set torch._dynamo.config.allow_rnn = True, here and where you compile"
+        )
+    return "it computes nothing with tensors"
+
+
+def _modules(model: Any) -> list[tuple[str, nn.Module]]:
+    return list(model.named_modules()) if isinstance(model, nn.Module) else []
 
 
 def _capture_calls(

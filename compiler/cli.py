@@ -198,9 +198,16 @@ def _errors(debug: bool) -> Iterator[None]:
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(BROKEN_PIPE) from error
+    except OSError as error:
+        if debug:
+            traceback.print_exc()
+        _print_error(error)
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(ERROR) from error
 
 
-def _print_error(error: DsmpError) -> None:
+def _print_error(error: DsmpError | OSError) -> None:
     text = " ".join(str(error).split())
     Console(file=sys.stderr, markup=False, emoji=False, highlight=False, soft_wrap=True).print(
         f"error: {text}", style="red"

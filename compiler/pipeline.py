@@ -13,9 +13,10 @@ from typing import cast
 import torch
 from torch import fx
 
-from ..codegen.lower import merge_backward
-from ..errors import PlanMismatchError, RuleError
+from ..codegen.lower import merge_backward, protect_mutated_inputs
+from ..errors import PlanHardwareError, PlanMismatchError, RuleError
 from ..hardware_db.capability import Device
+from ..hardware_db.formats import get_format
 from ..hardware_db.schema import OpClass
 from ..passes.cast_motion import operand_storage
 from ..passes.cost import format_of
@@ -31,7 +32,7 @@ from ..passes.plan import (
     Rule,
     fingerprint,
 )  # fmt: skip
-from ..passes.select_default import require, rules_without_a_node, select_default
+from ..passes.select_default import require, rules_without_a_node, select_default, sum_format
 from ..passes.verify import snapshot, verify
 from .capture import Capture
 from .saved_activations import copy_graph, saved_activation_bytes
@@ -67,8 +68,8 @@ def make_plan(
         time_us_fp32 += selection.time_us_traced
     for rule in rules_without_a_node(rules, decisions):
         raise RuleError(
-            f"rule {rule.match!r} -> {rule.format} matches no node. Keys have the form fqn|phase|op|ordinal, "
-            f"for example {next(iter(decisions))!r}."
+            f"rule {rule.match!r} -> {rule.format} matches no node that can follow it (tf32 and formats below 16 "
+            f"bits are for GEMMs). Keys have the form fqn|phase|op|ordinal, for example {next(iter(decisions))!r}."
         )
     execution = predict_execution(capture, decisions, device) if predict_memory and capture.joint else None
     return PrecisionPlan(
@@ -106,6 +107,7 @@ def apply_decisions(
     report = legalize(gm, decisions, same_device=same_device, storage=storage, parameters=parameters)
     verify(gm, before, decided)
     merge_backward(gm)
+    protect_mutated_inputs(gm)
     verify(gm, before, (), ())
     return report
 
@@ -119,6 +121,26 @@ def check_plan_hardware(plan: PrecisionPlan, device: Device) -> None:
         op = NodeKey.parse(decision.key).op
         if op in GEMM_CLASSES and decision.compute != decision.traced:
             require(device, decision.key, cast(OpClass, op), decision.compute, decision.accumulate)
+        asked = _not_executed(decision, op in GEMM_CLASSES)
+        if asked:
+            raise PlanHardwareError(f"{decision.key}: {asked}.")
+
+
+def _not_executed(decision: Decision, is_gemm: bool) -> str:
+    """What a decision (edited by hand, say) asks for that no executor would do, with the remedy; `""` if nothing."""
+    if decision.op == "view" or decision.reason.code == "view":
+        return ""
+    if not is_gemm and decision.compute != decision.traced:
+        return f"only GEMMs compute in another format than traced ({decision.traced}); set output to store it narrower"
+    if decision.accumulate != sum_format(decision.compute):
+        return f"{decision.compute} is accumulated in {sum_format(decision.compute)}, not in {decision.accumulate}"
+    fmt = get_format(decision.compute)
+    scaled = decision.recipe != "none"
+    if scaled and (fmt.storage_bits > 16 or decision.compute == "bf16"):
+        return f"{decision.compute} needs no scales; set recipe to 'none'"
+    if not scaled and fmt.kind == "int":
+        return f"{decision.compute} without scales rounds to whole numbers; set recipe, for example 'row/row'"
+    return ""
 
 
 def report_undecided(undecided: Iterable[str], source: str, *, strict: bool) -> None:

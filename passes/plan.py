@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from ..errors import DsmpError, PlanSchemaError, RuleError
+from ..errors import DsmpError, PlanFileError, PlanSchemaError, RuleError
 from ..hardware_db.formats import get_format, split_recipe
 from .keys import NodeKey, Phase
 
@@ -204,8 +204,22 @@ class PrecisionPlan(_Model):
         return hashlib.sha256(text.encode()).hexdigest()
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the plan as JSON; the file is replaced in one step, so a reader never sees half a plan."""
-        target = Path(path)
+        """Write the plan as JSON; the file is replaced in one step, so a reader never sees half a plan.
+
+        A link stays a link: what it points to is replaced. Raises PlanFileError where no file can be written.
+        """
+        target = Path(os.path.realpath(path))
+        if target.is_dir() or not target.parent.is_dir():
+            what = "is a folder" if target.is_dir() else "has no folder to lie in"
+            raise PlanFileError(f"plan {os.fspath(path)!r}: {what}. Name a file in an existing folder.")
+        try:
+            return self._replace(target)
+        except OSError as error:
+            raise PlanFileError(
+                f"plan {os.fspath(path)!r}: cannot be written ({error.strerror}). Name a file in a writable folder."
+            ) from error
+
+    def _replace(self, target: Path) -> Path:
         if target.exists():
             mode = target.stat().st_mode & 0o777
         else:

@@ -27,7 +27,7 @@ from .gemm import gemm_op, operand_nodes
 from .graph import FLOAT_DTYPES, calls, float_dtype, is_getitem, root, shape_of, tensors_of, value_of
 from .keys import WGRAD, NodeKey, key_of
 from .op_rules import Policy, class_of, is_known, rule_of
-from .plan import Decision, Reason, Rule
+from .plan import GEMM_CLASSES, Decision, Reason, Rule
 from .vetoes import Veto, find_vetoes
 
 _STORABLE = ("fp64", "fp32", "bf16", "fp16")
@@ -111,7 +111,7 @@ class _Selector:
             return self._gemm_forced(node, key, traced, forced)
         refusals: list[str] = []
         allowed = [c for c in self.device.ladder(_class(key)) if self._allowed(node, key, traced, c, refusals)]
-        allowed.append(Choice(format=traced, accumulate=_sum_format(traced)))
+        allowed.append(Choice(format=traced, accumulate=sum_format(traced)))
         flops = self.flops[node]
         times = {
             c.format: self._gemm_time(node, key, traced, flops, c) for c in reversed(allowed) if self._runs(key, c)
@@ -163,12 +163,12 @@ class _Selector:
     def _gemm_forced(self, node: fx.Node, key: NodeKey, traced: str, rule: Rule) -> _Formats:
         ladder = [c for c in self.device.ladder(_class(key)) if c.format == rule.format]
         choice = ladder[0] if ladder else Choice(
-            format=rule.format, recipe=_DEFAULT_RECIPES.get(rule.format, "none"), accumulate=_sum_format(rule.format)
+            format=rule.format, recipe=_DEFAULT_RECIPES.get(rule.format, "none"), accumulate=sum_format(rule.format)
         )  # fmt: skip
         if choice.format != traced:
             require(self.device, str(key), _class(key), choice.format, choice.accumulate)
         flops = self.flops[node]
-        choices = {c.format: c for c in (choice, Choice(format=traced, accumulate=_sum_format(traced)))}
+        choices = {c.format: c for c in (choice, Choice(format=traced, accumulate=sum_format(traced)))}
         return _Formats(
             compute=choice.format,
             recipe=self._recipe(node, choice) if choice.format != traced else "none",
@@ -212,7 +212,7 @@ class _Selector:
     def _kept(self, node: fx.Node, key: NodeKey) -> _Formats:
         rule = rule_of(node)
         traced = _traced(node)
-        accumulate = _sum_format(traced)
+        accumulate = sum_format(traced)
         forced = self._forced(str(key))
         if forced is not None and forced.format in _STORABLE and value_of(node) is not None:
             require(self.device, str(key), class_of(node), forced.format, accumulate)
@@ -252,7 +252,7 @@ class _Selector:
             known = self.formats.get(source.args[0])  # type: ignore[arg-type]
         held = known.output if known else _traced(node)
         return _Formats(
-            compute=held, recipe="none", accumulate=_sum_format(held), output=held,
+            compute=held, recipe="none", accumulate=sum_format(held), output=held,
             reason=Reason(code="view", text="no arithmetic: takes the format of what it reads"),
         )  # fmt: skip
 
@@ -334,7 +334,8 @@ def _traced(node: fx.Node) -> str:
     return format_of(dtype) or "fp32"
 
 
-def _sum_format(name: str) -> str:
+def sum_format(name: str) -> str:
+    """The format in which products of a format are added up: int32 for integers, fp64 for fp64, else fp32."""
     if name in ("int8", "int4"):
         return "int32"
     return "fp64" if name == "fp64" else "fp32"
@@ -350,5 +351,10 @@ def _narrower(candidate: str, traced: str) -> bool:
 
 
 def rules_without_a_node(rules: Sequence[Rule], decisions: Mapping[str, Decision]) -> list[Rule]:
-    """The rules whose glob matches no key."""
-    return [r for r in rules if not any(r.applies(k) for k in decisions)]
+    """The rules that no node can follow: their glob matches no key, or only nodes that are no GEMM while their format
+    (tf32, or anything below 16 bits) concerns GEMMs only."""
+
+    def can_follow(rule: Rule, key: str) -> bool:
+        return rule.applies(key) and (rule.format in _STORABLE or NodeKey.parse(key).op in GEMM_CLASSES)
+
+    return [r for r in rules if not any(can_follow(r, k) for k in decisions)]

@@ -49,7 +49,7 @@ class Net(nn.Module):
 
 
 def step(f: Callable[..., torch.Tensor], model: nn.Module, *args: torch.Tensor) -> list[torch.Tensor]:
-    """The output of one call and the gradients of all parameters, for an output gradient that is the same every time."""
+    """The output of one call and the gradients of all parameters, for the same output gradient every time.
     model.zero_grad()
     out = f(*args)
     torch.manual_seed(7)
@@ -72,7 +72,9 @@ def both(model: nn.Module, *args: torch.Tensor, **options: Any) -> tuple[list[to
 @pytest.mark.parametrize("hardware", DEVICES)
 def test_every_device_runs_a_training_step(hardware: str) -> None:
     found, wanted = both(Mlp(), torch.randn(6, 16), hardware=hardware)
-    plan_format = {"v100": "fp16", "t4": "fp16", "a100": "tf32", "mi250x": "fp16", "cpu-avx2": "fp32"}.get(hardware, "bf16")
+    plan_format = {"v100": "fp16", "t4": "fp16", "a100": "tf32", "mi250x": "fp16", "cpu-avx2": "fp32"}.get(
+        hardware, "bf16"
+    )
     error = relative(found, wanted)
     assert error < EXPECTED[plan_format]
     assert plan_format == "fp32" or error > 1e-5, "the format leaves its mark"

@@ -122,7 +122,9 @@ UP = "up|fprop|linear|0"
 NORM = "norm|fprop|rsqrt|0"
 
 
-def edited(plan: dsmp.PrecisionPlan, path: Path, change: Callable[[dict[str, Any], dict[str, dict[str, Any]]], None]) -> str:
+def edited(
+    plan: dsmp.PrecisionPlan, path: Path, change: Callable[[dict[str, Any], dict[str, dict[str, Any]]], None]
+) -> str:
     """The plan's file after `change(whole, nodes by key)`."""
     data = json.loads(plan.to_json())
     change(data, {n["key"]: n for n in data["nodes"]})

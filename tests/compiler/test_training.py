@@ -1,4 +1,6 @@
-"""Training with planned precisions: optimizers, scalers, accumulation, DDP, and gradients as near to exact as promised."""
+"""Training with planned precisions: optimizers, scalers, accumulation, DDP, and gradients as near to exact as
+promised.
+"""
 
 from __future__ import annotations
 
@@ -214,7 +216,9 @@ def calm(name: str) -> zoo.Case:
     return case
 
 
-def gradients_of(case: zoo.Case, f: Callable[..., Any], model: nn.Module, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def gradients_of(
+    case: zoo.Case, f: Callable[..., Any], model: nn.Module, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
     def cast(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
