@@ -49,7 +49,7 @@ class Net(nn.Module):
 
 
 def step(f: Callable[..., torch.Tensor], model: nn.Module, *args: torch.Tensor) -> list[torch.Tensor]:
-    """The output of one call and the gradients of all parameters, for the same output gradient every time.
+    """The output of one call and the gradients of all parameters, for the same output gradient every time."""
     model.zero_grad()
     out = f(*args)
     torch.manual_seed(7)
