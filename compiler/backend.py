@@ -79,10 +79,17 @@ class PrecisionPass(CustomGraphPass):
         self.module_paths = module_paths
         self.running = running
         plan = options.plan
-        hardware = plan.hardware if plan is not None and options.hardware is None else options.hardware
-        self.device = running if hardware in (None, "auto") else resolve_hardware(hardware)
+        # A plan's own rules are what people edit in the file: they are applied again, before those of the options.
+        self.rules = [*(plan.rules if plan is not None else ()), *options.rules]
+        wanted = plan.hardware if plan is not None and options.hardware is None else options.hardware
+        self.device = self._device(wanted)
         if plan is not None:
+            if self.device.id != self._device(plan.hardware).id:
+                log.warning("dsmp: a plan made for %s is replayed for %s", plan.hardware, self.device.id)
             check_plan_hardware(plan, self.device)
+
+    def _device(self, name: str | None) -> Device:
+        return self.running if name in (None, "auto", self.running.id) else resolve_hardware(name)
 
     def __call__(self, graph: fx.Graph) -> None:
         owner = graph.owning_module
@@ -106,11 +113,11 @@ class PrecisionPass(CustomGraphPass):
             report_undecided(report.undecided, plan.model.source, strict=self.options.strict)
 
     def _decisions(self, gm: fx.GraphModule, parameters: frozenset[fx.Node]) -> Mapping[str, Decision]:
-        plan, rules = self.options.plan, self.options.rules
+        plan, rules = self.options.plan, self.rules
         if plan is not None and not rules:
             return plan.by_key
         made = {d.key: d for d in select_default(gm, self.device, parameters=parameters, rules=rules).decisions}
-        for rule in rules_without_a_node(rules, made):
+        for rule in rules_without_a_node(self.options.rules, made):
             log.warning("rule %r -> %s matches no node of this graph that can follow it", rule.match, rule.format)
         if plan is None:
             return made
@@ -128,7 +135,7 @@ class PrecisionPass(CustomGraphPass):
             [
                 _source_hash(),
                 plan.digest if plan is not None else None,
-                [r.model_dump() for r in self.options.rules],
+                [r.model_dump() for r in self.rules],
                 repr(self.device),
                 self.running.id,
                 self.options.strict,

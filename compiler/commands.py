@@ -56,7 +56,7 @@ def diff(before: Path, after: Path, *, as_json: bool) -> bool:
         nodes = [_both_sides(d) for d in differences]
         write_text(json.dumps({"equal": not nodes, **heads, "nodes": nodes}, indent=1, ensure_ascii=False) + "\n")
     else:
-        print_diff(Printer(), first, second, fold_differences(differences))
+        print_diff(Printer(), first, second, fold_differences(differences), str(before), str(after))
     return bool(differences)
 
 

@@ -148,13 +148,12 @@ def report_undecided(undecided: Iterable[str], source: str, *, strict: bool) -> 
     keys = list(undecided)
     if not keys:
         return
-    text = (
-        f"{len(keys)} nodes are not in the plan for {source} and keep their traced precision: "
-        f"{', '.join(keys[:5])}{' ...' if len(keys) > 5 else ''}. Make the plan from the same model and inputs."
-    )
+    named = f"{', '.join(keys[:5])}{' ...' if len(keys) > 5 else ''}"
+    nodes = "1 node is" if len(keys) == 1 else f"{len(keys)} nodes are"
+    text = f"{nodes} not in the plan for {source}: {named}. Make the plan from the same model and inputs"
     if strict:
-        raise PlanMismatchError(text)
-    log.warning(text)
+        raise PlanMismatchError(f"{text}, or compile without strict to keep their traced precision.")
+    log.warning("dsmp: %s; until then they keep their traced precision.", text)
 
 
 def predict_execution(capture: Capture, decisions: Mapping[str, Decision], device: Device) -> Execution:

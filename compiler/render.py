@@ -111,7 +111,7 @@ def print_summary(printer: Printer, plan: PrecisionPlan, facts: RunFacts | None)
     title = f"{plan.model.source} on {plan.hardware}: {len(plan):,} nodes, {gemms:,} of them GEMM-class"
     lines: list[RenderableType] = [Text(title, style="bold"), _shares(plan), *_prediction(plan, facts)]
     if plan.rules:
-        lines.append("rules: " + ", ".join(f"{r.match} → {r.format}" for r in plan.rules))
+        lines.append("rules: " + ", ".join(f"{r.match} → {r.format}" for r in plan.rules) + _pending(plan))
     if facts is not None and (made := facts_line(facts)):
         lines.append(made)
     printer.print(*lines)
@@ -264,8 +264,15 @@ def digits(value: float) -> str:
 # ---- differences -------------------------------------------------------------------------------------------
 
 
-def print_diff(printer: Printer, before: PrecisionPlan, after: PrecisionPlan, rows: Sequence[DiffRow]) -> None:
-    """Folded differences between two plans; one sentence when there are none."""
+def print_diff(
+    printer: Printer,
+    before: PrecisionPlan,
+    after: PrecisionPlan,
+    rows: Sequence[DiffRow],
+    first: str = "before",
+    second: str = "after",
+) -> None:
+    """Folded differences between two plans, named `first` and `second`: computed in → stored in; a sentence if none."""
     if before.model.fingerprint != after.model.fingerprint:
         printer.print(
             f"the plans are for different graphs: {before.model.source} ({before.model.fingerprint}) and "
@@ -275,7 +282,7 @@ def print_diff(printer: Printer, before: PrecisionPlan, after: PrecisionPlan, ro
         printer.print(f"no difference: all {len(before):,} nodes have the same formats")
         return
     table = plain_table()
-    for name in ("key", "n", before.hardware, after.hardware):
+    for name in ("key", "n", f"{first}: {before.hardware}", f"{second}: {after.hardware}"):
         table.add_column(name, justify="right" if name == "n" else "left", overflow="fold")
     for row in rows:
         sides = _side(row.before, row.after), _side(row.after, row.before)
@@ -283,6 +290,14 @@ def print_diff(printer: Printer, before: PrecisionPlan, after: PrecisionPlan, ro
     count = sum(len(r.differences) for r in rows)
     both = len({*before.by_key, *after.by_key})
     printer.print(table, "", f"{count:,} of {both:,} nodes differ")
+
+
+def _pending(plan: PrecisionPlan) -> str:
+    """Says so when rules were edited into the file: they take effect when the plan is replayed."""
+    open_rules = [
+        r for r in plan.rules if any(r.applies(d.key) and d.op in GEMM_CLASSES and d.compute != r.format for d in plan)
+    ]
+    return " (edited: applied on replay, the table shows what stood before)" if open_rules else ""
 
 
 def _side(d: Decision | None, other: Decision | None) -> Text:

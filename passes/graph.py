@@ -40,7 +40,7 @@ CAST_OPS = frozenset({"prims.convert_element_type", "aten._to_copy", "aten.to"})
 def op_name(target: object) -> str:
     """`aten.mm` for `aten.mm.default`: namespace and packet, without the overload; `''` for what is no operator."""
     if target is aten.view.dtype:
-        return "aten.view_dtype"  # reads the same bits as other numbers: no view in the sense of this module
+        return "reinterpreted.view"  # the same bits read as other numbers: no view in the sense of this module
     if isinstance(target, torch._ops.OpOverload):
         return f"{target.namespace}.{target._schema.name.split('::')[-1]}"
     if isinstance(target, torch._ops.HigherOrderOperator):

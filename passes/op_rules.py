@@ -188,7 +188,7 @@ OP_RULES: Mapping[str, OpRule] = {
         "a check: it makes no numbers",
         "_assert_async _assert_scalar _assert_tensor_metadata sym_constrain_range_for_size",
     ),
-    **_kept("other", "reads the same bits as other numbers", "view_dtype"),
+    **_kept("other", "reads the same bits as other numbers", "view", "reinterpreted"),
     **_kept(
         "other",
         "already quantised by the model",

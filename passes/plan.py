@@ -183,7 +183,7 @@ class PrecisionPlan(_Model):
         speed = p.time_us_fp32 / p.time_us if p.time_us else 1.0
         return (
             f"PrecisionPlan({self.model.source} on {self.hardware}: {len(self.nodes)} nodes; "
-            f"GEMM FLOPs {shares or 'none'}; predicted {p.time_us:,.0f} us, {speed:.2f}x of fp32)"
+            f"GEMM FLOPs {shares or 'none'}; predicted {p.time_us:,.0f} us, {speed:.2f}x as fast as fp32)"
         )
 
     __str__ = __repr__

@@ -297,9 +297,10 @@ def require(device: Device, key: str, op_class: OpClass, format_name: str, accum
     """Raise PlanHardwareError with the verdict's text unless the device can do what is asked for a node."""
     verdict = device.supports(op_class, None, format_name, accumulate)
     if not verdict.ok:
+        able = [c.format for c in device.ladder(op_class) if device.supports(op_class, None, c.format, c.accumulate).ok]
         raise PlanHardwareError(
             f"{key}: {device.id} cannot compute {op_class} in {format_name}: {verdict.reason.rstrip('.')}. "
-            f"Ask for a format of its ladder ({', '.join(c.format for c in device.ladder(op_class))})."
+            f"Ask for a format of its ladder ({', '.join(able)})."
         )
 
 

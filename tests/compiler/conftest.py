@@ -66,7 +66,7 @@ def _replay(name: str, capture: Capture, path: Path, patch: pytest.MonkeyPatch) 
 
     patch.setattr(backend, "apply_decisions", compare)
     warnings: list[str] = []
-    patch.setattr(logging.getLogger("dsmp"), "warning", warnings.append)
+    patch.setattr(logging.getLogger("dsmp"), "warning", lambda text, *args: warnings.append(text % args))
     torch._dynamo.reset()
     case = zoo.build(name)
     loss = zoo.scalar(compiled(case.model, plan=str(path), strict=True)(*case.args, **case.kwargs))

@@ -394,7 +394,7 @@ class Refuses(nn.Module):
         (nn.Linear(4, 4), (torch.ones(2, 5),), "a and b must have same reduction dim"),
         (nn.Linear(4, 4), (), "missing 1 required positional argument: 'input'"),
         (nn.Embedding(4, 4), (torch.tensor([7]),), "index out of range"),
-        (nn.Identity(), (torch.ones(3),), "Identity computes nothing with tensors"),
+        (nn.Identity(), (torch.ones(3),), "Identity gave no graph to plan: it computes nothing with tensors"),
         (lambda n: n + 1, (3,), "computes nothing with tensors"),
         (3, (torch.ones(3),), "int failed"),
     ],

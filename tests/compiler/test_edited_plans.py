@@ -94,3 +94,30 @@ def test_an_rnn_is_named_when_there_is_no_graph() -> None:
 
     with pytest.raises(dsmp.DsmpError, match=r"lstm is an RNN.*allow_rnn"):
         dsmp.plan(Tagger(), torch.randn(2, 3, 4), hardware="h800")
+
+
+def test_rules_edited_into_the_file_take_effect_on_replay(plan: dsmp.PrecisionPlan, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4)), torch.randn(4, 16)
+    data = json.loads(plan.to_json())
+    data["rules"] = [{"match": "0|fprop|linear|*", "format": "fp8_e4m3"}]
+    results = {}
+    for name, text in (("plain", plan.to_json()), ("ruled", json.dumps(data))):
+        torch._dynamo.reset()
+        (tmp_path / f"{name}.json").write_text(text)
+        options = {"plan": str(tmp_path / f"{name}.json"), "executor": "eager", "strict": True}
+        results[name] = torch.compile(model, backend="dsmp", options=options)(x).detach()
+    wanted = model(x).detach()
+    errors = {name: float((r - wanted).norm() / wanted.norm()) for name, r in results.items()}
+    assert 3 * errors["plain"] < errors["ruled"] < 0.1
+
+
+def test_replaying_a_plan_for_another_device_is_said(
+    plan: dsmp.PrecisionPlan, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4))
+    options = {"plan": plan, "hardware": "a100", "executor": "eager"}
+    with caplog.at_level(logging.WARNING, logger="dsmp"):
+        torch.compile(model, backend="dsmp", options=options)(torch.randn(4, 16))
+    assert "made for h800" in caplog.text and "for a100" in caplog.text

@@ -187,6 +187,13 @@ def test_a_plan_for_a_device_that_cannot_follow_it(plan: dsmp.PrecisionPlan) -> 
     assert "v100 cannot compute linear in bf16" in str(error) and "fp16, fp32" in str(error)
 
 
+def test_a_refusal_never_recommends_what_it_refuses() -> None:
+    """A convolution cannot be fp8 although fp8 stands on the device's ladder."""
+    case = zoo.build("convnet")
+    with pytest.raises(PlanHardwareError, match=r"cannot compute conv in fp8_e4m3.*its ladder \(bf16, fp32\)"):
+        dsmp.plan(case.model, case.args, hardware="h800", rules={"*|conv|*": "fp8_e4m3"})
+
+
 def test_a_plan_for_a_device_that_can(plan: dsmp.PrecisionPlan) -> None:
     model = zoo.build("normed").model
     wanted = compiled(model, plan=plan)(X)

@@ -249,22 +249,22 @@ def test_the_bf16_tier_is_as_near_as_autocast(name: str, replayed: Callable[[str
     assert 0 < error <= HALF * autocast_error(case, exact)
 
 
-@pytest.mark.parametrize("hardware", ["a100", "v100", "mi250x"])
+@pytest.mark.parametrize("hardware", ["a100", "v100"])
 def test_the_ten_bit_tiers_are_much_nearer(hardware: str) -> None:
-    case = calm("llama")
+    case = calm("vit")
     exact = exact_gradients(case)
     error = relative(gradients_of(case, compiled(case.model, hardware=hardware), case.model), exact)
     assert 1e-5 < error <= FINE * autocast_error(case, exact)
 
 
 def test_an_all_fp32_plan_is_eager() -> None:
-    case = calm("llama")
+    case = calm("vit")
     found = gradients_of(case, compiled(case.model, hardware="cpu-avx2"), case.model)
     assert relative(found, gradients_of(case, case.model, case.model)) < 1e-5
 
 
 def test_fp8_stays_within_its_bound() -> None:
-    case = calm("llama")
+    case = calm("vit")
     f = compiled(case.model, hardware="h800", rules={"*|linear|*": "fp8_e4m3"})
     assert 0.01 < relative(gradients_of(case, f, case.model), exact_gradients(case)) < FP8
 
