@@ -149,7 +149,7 @@ def report_undecided(undecided: Iterable[str], source: str, *, strict: bool) -> 
     if not keys:
         return
     named = f"{', '.join(keys[:5])}{' ...' if len(keys) > 5 else ''}"
-    nodes = "1 node is" if len(keys) == 1 else f"{len(keys)} nodes are"
+    nodes = "1 GEMM is" if len(keys) == 1 else f"{len(keys)} GEMMs are"
     text = f"{nodes} not in the plan for {source}: {named}. Make the plan from the same model and inputs"
     if strict:
         raise PlanMismatchError(f"{text}, or compile without strict to keep their traced precision.")
