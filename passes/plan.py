@@ -216,7 +216,7 @@ class PrecisionPlan(_Model):
             return self._replace(target)
         except OSError as error:
             raise PlanFileError(
-                f"plan {os.fspath(path)!r}: cannot be written ({error.strerror}). Name a file in a writable folder."
+                f"plan {os.fspath(path)!r}: cannot be written ({error.strerror or error}). Name a file you may write."
             ) from error
 
     def _replace(self, target: Path) -> Path:

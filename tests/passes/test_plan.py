@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsmp.errors import PlanSchemaError, RuleError
+from dsmp.errors import PlanFileError, PlanSchemaError, RuleError
 from dsmp.hardware_db import FORMATS, RECIPES
 from dsmp.passes.keys import PHASES, NodeKey
 from dsmp.passes.plan import (
@@ -167,7 +167,7 @@ def test_reading_a_plan():
     )
     assert len(plan) == 3 and [d.key for d in plan] == list(plan.by_key)
     assert plan.by_key["c|fprop|linear|0"].compute == "fp8_e4m3"
-    for text in ("Net on h800", "3 nodes", "bf16 75.0%", "fp8_e4m3 25.0%", "2.50x of fp32"):
+    for text in ("Net on h800", "3 nodes", "bf16 75.0%", "fp8_e4m3 25.0%", "2.50x as fast as fp32"):
         assert text in repr(plan), repr(plan)
     assert "GEMM FLOPs none" in repr(plan_of())
 
@@ -227,7 +227,7 @@ def test_a_failing_write_leaves_the_old_file(step, tmp_path, monkeypatch):
         raise OSError("no space left")
 
     monkeypatch.setattr(os, step, fail)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(PlanFileError, match="no space left"):
         plan_of().save(path)
     monkeypatch.undo()
     assert path.read_bytes() == before
