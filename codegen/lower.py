@@ -38,14 +38,12 @@ def merge_backward(gm: fx.GraphModule) -> int:
 
 
 def _same_inputs(first: fx.Node, second: fx.Node) -> bool:
-    inputs = [[a for a in n.args if not isinstance(a, list) or _has_nodes(a)] for n in (first, second)]
-    masks = [a for n in (first, second) for a in n.args if isinstance(a, list) and not _has_nodes(a)]
-    same_numbers = masks[: len(masks) // 2][:-1] == masks[len(masks) // 2 :][:-1]
-    return inputs[0] == inputs[1] and first.kwargs == second.kwargs and (same_numbers or len(masks) == 0)
+    return _without_mask(first) == _without_mask(second) and first.kwargs == second.kwargs
 
 
-def _has_nodes(values: list[Any]) -> bool:
-    return any(isinstance(v, fx.Node) for v in values)
+def _without_mask(node: fx.Node) -> tuple[Any, ...]:
+    """The arguments without a convolution's output mask, which is what the halves differ in."""
+    return node.args[:-1] if isinstance(node.args[-1], list) else node.args
 
 
 def _merge(gm: fx.GraphModule, first: fx.Node, second: fx.Node) -> None:

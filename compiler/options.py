@@ -4,7 +4,7 @@ hardware   device to plan for: a name of the hardware database, "cpu" or "auto" 
 plan       a PrecisionPlan or the path of a plan.json; its decisions are replayed instead of being made anew
 rules      {glob over node keys: format} or a list of {"match": glob, "format": name}; applied last
 executor   "inductor" (default) or "eager" (the same graph, run op by op, without a C++ compiler)
-strict     True: a node that the plan does not know is an error instead of keeping its traced precision
+strict     True: a GEMM that the plan does not know is an error instead of a warning
 """
 
 from __future__ import annotations
