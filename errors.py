@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_SHOWN = 12
+
 
 class DsmpError(Exception):
     """Base of all errors that dsmp raises on purpose."""
@@ -48,17 +50,28 @@ class RoundingError(DsmpError):
 class UnknownHardwareError(DsmpError):
     """A device name that is in no data file."""
 
+    def __init__(self, name: str, near: Iterable[str], count: int) -> None:
+        hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if (near := list(near)) else ""
+        super().__init__(
+            f"unknown hardware {name!r}.{hint} `dsmp hardware list` shows all {count} devices; use 'auto' for the "
+            "running device, or describe yours in a file for --hardware-file."
+        )
+
+
+class UnknownNodeError(DsmpError):
+    """A node (machine of several devices) that is in no data file."""
+
     def __init__(self, name: str, known: Iterable[str]) -> None:
-        super().__init__(_unknown("hardware", name, known, "Use 'auto' for the running device."))
+        super().__init__(_unknown("node", name, known, "Use one of the known names."))
 
 
 class UndetectedHardwareError(DsmpError):
     """A running device of which nothing is known, so that 'auto' and 'cpu' cannot stand for it."""
 
-    def __init__(self, what: str, known: Iterable[str]) -> None:
+    def __init__(self, what: str) -> None:
         super().__init__(
-            f"the running device is not known: {what}. Name the nearest known hardware instead of 'auto' or 'cpu': "
-            f"{', '.join(sorted(known))}."
+            f"the running device is not known: {what}. Name the nearest device of `dsmp hardware list` instead of "
+            "'auto' or 'cpu', or describe yours in a file for --hardware-file."
         )
 
 
@@ -66,7 +79,9 @@ class AmbiguousHardwareError(DsmpError):
     """A device name that fits several devices."""
 
     def __init__(self, name: str, candidates: Iterable[str]) -> None:
-        super().__init__(f"hardware {name!r} is ambiguous. Name one of: {', '.join(sorted(candidates))}.")
+        found = sorted(candidates)
+        more = f" and {len(found) - _SHOWN} more (`dsmp hardware list`)" if len(found) > _SHOWN else ""
+        super().__init__(f"hardware {name!r} is ambiguous. Name one of: {', '.join(found[:_SHOWN])}{more}.")
 
 
 class HardwareDataError(DsmpError):

@@ -25,9 +25,10 @@ from ..passes.keys import ModuleNames
 from ..passes.plan import Decision
 from ..passes.select_default import rules_without_a_node, select_default
 from .capture import key_graph
+from .execution import apply_decisions
 from .identity import frame_names, module_paths
 from .options import Options, parse_options
-from .pipeline import apply_decisions, check_plan_hardware, log, report_undecided
+from .pipeline import check_plan_hardware, log, report_undecided
 from .tracing import compile_eagerly, explicit_precision, parameter_indices, parameter_nodes
 
 
@@ -45,7 +46,7 @@ def dsmp(
     """
     checked = parse_options(options)
     names = frame_names()
-    running = running_device(example_inputs)
+    running = running_device(example_inputs, checked.hardware_file)
     graph_pass = PrecisionPass(checked, running, names, parameter_indices(example_inputs), module_paths(gm, names))
     if checked.executor == "eager":
         return compile_eagerly(gm, example_inputs, graph_pass.apply)
@@ -56,10 +57,10 @@ def dsmp(
         return cast("Callable[..., Any]", compile_fx(gm, list(example_inputs), config_patches=patches))
 
 
-def running_device(example_inputs: Sequence[Any]) -> Device:
+def running_device(example_inputs: Sequence[Any], hardware_files: Sequence[Path] = ()) -> Device:
     """The device that a graph runs on: that of its tensors, which need not be the machine's accelerator."""
     kinds = {x.device.type for x in example_inputs if isinstance(x, torch.Tensor)}
-    return resolve_hardware("cpu") if kinds == {"cpu"} else detect()
+    return resolve_hardware("cpu", hardware_files) if kinds == {"cpu"} else detect(hardware_files)
 
 
 class PrecisionPass(CustomGraphPass):
@@ -89,7 +90,9 @@ class PrecisionPass(CustomGraphPass):
             check_plan_hardware(plan, self.device)
 
     def _device(self, name: str | None) -> Device:
-        return self.running if name in (None, "auto", self.running.id) else resolve_hardware(name)
+        if name in (None, "auto", self.running.id):
+            return self.running
+        return resolve_hardware(name, self.options.hardware_file)
 
     def __call__(self, graph: fx.Graph) -> None:
         owner = graph.owning_module
@@ -137,6 +140,8 @@ class PrecisionPass(CustomGraphPass):
                 plan.digest if plan is not None else None,
                 [r.model_dump() for r in self.rules],
                 repr(self.device),
+                self.device.profile.model_dump_json(),
+                self.device.measured.model_dump_json() if self.device.measured else None,
                 self.running.id,
                 self.options.strict,
                 list(self.module_paths),

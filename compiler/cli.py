@@ -1,4 +1,4 @@
-"""The command line: `dsmp report`, `dsmp plan`, `dsmp diff`.
+"""The command line: `dsmp report`, `dsmp plan`, `dsmp diff`, `dsmp hardware`.
 
 Exit codes: 0 success (for diff: equal), 1 plans differ, 2 any error, 130 interrupted, 141 the reader of the output went
 away. Errors are one line on standard error; `--debug` shows where they came from.
@@ -9,23 +9,18 @@ at once, and plans are read without what only planning needs.
 
 from __future__ import annotations
 
-import contextlib
 import io
-import os
 import sys
-import traceback
-from collections.abc import Iterator
-from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from ..errors import DsmpError, InvalidOptionError
+from ..errors import InvalidOptionError
+from .cli_support import Debug, HardwareFiles, Json, errors, given, load
+from .hardware.cli import hardware_app
 
-ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 PLAN_SUFFIX = ".json"
 
 app = typer.Typer(
@@ -35,9 +30,18 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="A numeric format for every node of a PyTorch model's forward and backward graph.",
 )
+app.add_typer(hardware_app, name="hardware")
 
 Hardware = Annotated[
     str | None, typer.Option(metavar="H", help="Device to plan for, such as h800, or auto: the running one (default).")
+]
+HardwareList = Annotated[
+    str | None,
+    typer.Option(
+        "--hardware",
+        metavar="H[,H...]",
+        help="Device to plan for, such as h800, or auto: the running one (default). Several: plans side by side.",
+    ),
 ]
 Infer = Annotated[bool, typer.Option("--infer", help="Plan inference; default is the training step.")]
 Inputs = Annotated[
@@ -51,9 +55,6 @@ Rules = Annotated[
     list[str] | None,
     typer.Option("--rule", metavar="GLOB=FORMAT", help="Force the format of nodes by key; the last match wins."),
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, everything else on standard error.")]
-
 MODEL_HELP = (
     "torchvision:NAME, timm:NAME, transformers:CLASS[,key=value...], module:factory, file.py:factory or archive.pt2"
 )
@@ -80,7 +81,7 @@ def report(
         str | None,
         typer.Argument(metavar="[MODEL]", help=f"{MODEL_HELP}; a plan.json; nothing: a demonstration on a small GPT."),
     ] = None,
-    hardware: Hardware = None,
+    hardware: HardwareList = None,
     infer: Infer = False,
     inputs: Inputs = None,
     match: Annotated[
@@ -91,30 +92,35 @@ def report(
     every_node: Annotated[bool, typer.Option("--all", help="One row for every node, nothing folded.")] = False,
     as_json: Json = False,
     rules: Rules = None,
+    hardware_files: HardwareFiles = None,
     debug: Debug = False,
 ) -> None:
-    """Show what is decided for each node of a model, and why.
+    """Show what is decided for each node of a model, and why; for several devices, side by side.
 
     GFLOP and µs of a folded row are sums over its nodes. With --json the output is the plan itself: redirected to a
-    file it can be loaded again (with --match or --phase it holds the chosen nodes only).
+    file it can be loaded again (with --match or --phase it holds the chosen nodes only). For several devices it is an
+    object with all plans.
     """
     shown = {"match": match, "phase": phase, "every_node": every_node, "as_json": as_json}
-    with _errors(debug):
-        options = _given(hardware=hardware, infer=infer, input=inputs, config=config, rule=rules)
+    with errors(debug):
+        options = given(
+            hardware=hardware, hardware_file=hardware_files, infer=infer, input=inputs, config=config, rule=rules
+        )
         if model is None:
-            useless = [o for o in options if o != "--hardware"] + _given(match=match, phase=phase, all=every_node)
+            useless = [o for o in options if not o.startswith("--hardware")]
+            useless += given(match=match, phase=phase, all=every_node)
             if useless:
                 raise InvalidOptionError(useless[0], "no MODEL", f"with a MODEL only: {MODEL_HELP}, or a plan.json")
-            _load("model_commands").demo(hardware, as_json=as_json, debug=debug)
+            load("model_commands").demo(hardware, files=hardware_files or (), as_json=as_json, debug=debug)
         elif model.endswith(PLAN_SUFFIX):
             if options:
                 raise InvalidOptionError(options[0], model, "with a model only, a plan has its decisions; leave it out")
-            _load("commands").report_file(Path(model), **shown)
+            load("commands").report_file(Path(model), **shown)
         else:
-            commands = _load("model_commands")
+            commands = load("model_commands")
             arguments = commands.ModelArguments(
-                model=model, hardware=hardware, infer=infer, inputs=inputs or (), config=config, rules=rules or (),
-                debug=debug,
+                model=model, hardware=hardware, hardware_files=hardware_files or (), infer=infer, inputs=inputs or (),
+                config=config, rules=rules or (), debug=debug,
             )  # fmt: skip
             commands.report_model(arguments, **shown)
 
@@ -130,16 +136,17 @@ def plan(
     inputs: Inputs = None,
     config: Config = None,
     rules: Rules = None,
+    hardware_files: HardwareFiles = None,
     debug: Debug = False,
 ) -> None:
     """Write the precision plan of a model, to review, edit and replay: options={"plan": "plan.json"}."""
-    with _errors(debug):
+    with errors(debug):
         if model.endswith(PLAN_SUFFIX):
             raise InvalidOptionError("MODEL", model, "a model; this is a plan already, `dsmp report` shows it")
-        commands = _load("model_commands")
+        commands = load("model_commands")
         arguments = commands.ModelArguments(
-            model=model, hardware=hardware, infer=infer, inputs=inputs or (), config=config, rules=rules or (),
-            debug=debug,
+            model=model, hardware=hardware, hardware_files=hardware_files or (), infer=infer, inputs=inputs or (),
+            config=config, rules=rules or (), debug=debug,
         )  # fmt: skip
         commands.save_plan(arguments, output)
 
@@ -152,8 +159,8 @@ def diff(
     debug: Debug = False,
 ) -> None:
     """Show the nodes on which two plans differ. Exit code 0: none, 1: some."""
-    with _errors(debug):
-        if _load("commands").diff(before, after, as_json=as_json):
+    with errors(debug):
+        if load("commands").diff(before, after, as_json=as_json):
             raise typer.Exit(1)
 
 
@@ -163,52 +170,3 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without µ shows ? instead of failing
     app()
-
-
-def _load(module: str) -> Any:
-    """A module that does the work, loaded with a word on the terminal: torch takes seconds to import."""
-    console = Console(file=sys.stderr)
-    with console.status("loading torch") if console.is_terminal else contextlib.nullcontext():
-        return import_module(f".{module}", __package__)
-
-
-def _given(**options: object) -> list[str]:
-    """The names of the options that were set."""
-    return [f"--{name}" for name, value in options.items() if value]
-
-
-@contextlib.contextmanager
-def _errors(debug: bool) -> Iterator[None]:
-    """Turn what goes wrong into one line and an exit code."""
-    try:
-        yield
-        sys.stdout.flush()
-    except DsmpError as error:
-        if debug:
-            traceback.print_exc()
-        _print_error(error)
-        raise typer.Exit(ERROR) from error
-    except KeyboardInterrupt as error:
-        if debug:
-            traceback.print_exc()
-        Console(file=sys.stderr).print("interrupted", style="red")
-        raise typer.Exit(INTERRUPTED) from error
-    except BrokenPipeError as error:
-        # what is still buffered must not raise again when the interpreter flushes at exit
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(BROKEN_PIPE) from error
-    except OSError as error:
-        if debug:
-            traceback.print_exc()
-        _print_error(error)
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(ERROR) from error
-
-
-def _print_error(error: DsmpError | OSError) -> None:
-    text = " ".join(str(error).split())
-    Console(file=sys.stderr, markup=False, emoji=False, highlight=False, soft_wrap=True).print(
-        f"error: {text}", style="red"
-    )

@@ -1,4 +1,4 @@
-"""`dsmp report plan.json` and `dsmp diff`: what needs only plans, and how a plan is printed.
+"""`dsmp report plan.json` and `dsmp diff`: what needs only plans, and how plans are printed.
 
 JSON goes to standard output alone; everything else that is worth a word then goes to standard error.
 """
@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..passes.plan import Decision, PlanDifference, PrecisionPlan, load_plan
-from .render import Printer, facts_line, print_diff, print_report
+from .compare_plans import Planned, compare_plans
+from .console import Printer, write_json, write_text
+from .render import facts_line, print_diff, print_report
+from .render_plans import print_plans
 from .report import RunFacts, choose, fold_differences, make_report
 
 
@@ -47,6 +50,26 @@ def print_plan(
         notes.print(f"casts: {facts.casts:,}; {facts_line(facts)}")
 
 
+def print_compared(
+    planned: Sequence[Planned], *, match: str | None, phase: str | None, every_node: bool, as_json: bool
+) -> None:
+    """Print plans of one model for several devices side by side, or all of them as JSON: `{"plans": {device: plan}}`.
+
+    `match` and `phase` leave out nodes there too. Raises InvalidOptionError.
+    """
+    if not as_json:
+        print_plans(Printer(), compare_plans(planned, match=match, phase=phase, every_node=every_node))
+        return
+    texts = []
+    for p in planned:
+        chosen = p.plan.model_copy(update={"nodes": choose(p.plan, match=match, phase=phase)})
+        texts.append(f"{json.dumps(p.plan.hardware)}: {chosen.to_json().rstrip()}")
+    write_text('{"plans": {\n' + ",\n".join(texts) + "\n}}\n")
+    notes = Printer(sys.stderr)
+    notes.print("casts: " + ", ".join(f"{p.facts.casts:,} for {p.plan.hardware}" for p in planned))
+    notes.print(facts_line(planned[-1].facts))
+
+
 def diff(before: Path, after: Path, *, as_json: bool) -> bool:
     """`dsmp diff A B`: print the nodes on which two plans differ; returns whether they do. Raises PlanSchemaError."""
     first, second = load_plan(before), load_plan(after)
@@ -54,7 +77,7 @@ def diff(before: Path, after: Path, *, as_json: bool) -> bool:
     if as_json:
         heads = {"before": _head(first), "after": _head(second)}
         nodes = [_both_sides(d) for d in differences]
-        write_text(json.dumps({"equal": not nodes, **heads, "nodes": nodes}, indent=1, ensure_ascii=False) + "\n")
+        write_json({"equal": not nodes, **heads, "nodes": nodes})
     else:
         print_diff(Printer(), first, second, fold_differences(differences), str(before), str(after))
     return bool(differences)
@@ -69,10 +92,3 @@ def _both_sides(d: PlanDifference) -> Mapping[str, Any]:
         return decision.model_dump(mode="json") if decision is not None else None
 
     return {"key": d.key, "before": side(d.before), "after": side(d.after)}
-
-
-def write_text(text: str) -> None:
-    """Text to standard output as UTF-8, whatever the locale: plans are UTF-8 files."""
-    sys.stdout.flush()
-    sys.stdout.buffer.write(text.encode("utf-8"))
-    sys.stdout.buffer.flush()

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +28,9 @@ from ..hardware_db.capability import Device
 from ..hardware_db.detect import detect
 from ..passes.plan import GEMM_CLASSES, Decision, PrecisionPlan
 from .capture import Capture, capture
+from .console import Stages
 from .options import Executor
 from .pipeline import make_plan
-from .render import Stages
 from .report import flop_shares, format_text, shape_text, short_reason
 from .small_gpt import SmallGpt, SmallGptConfig, small_gpt_batch
 
@@ -102,16 +103,23 @@ class Demo:
 
 
 def run_demo(
-    devices: Sequence[Device], *, executor: Executor = "inductor", large: bool = True, stages: Stages | None = None
+    devices: Sequence[Device],
+    *,
+    files: Sequence[Path] = (),
+    executor: Executor = "inductor",
+    large: bool = True,
+    stages: Stages | None = None,
 ) -> Demo:
     """Run the demonstration on the running device, with `devices` simulated.
+
+    `files` are data files that may describe the running device.
 
     `executor` runs the plan of the running device; without a working C++ compiler it becomes "eager" and the note says
     so. `large` adds the larger sibling's plans.
     """
     stages = stages or Stages()
     place = "cuda" if torch.cuda.is_available() else "cpu"
-    running = detect()
+    running = detect(files)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
         model = SmallGpt(SMALL).to(place)

@@ -1,4 +1,4 @@
-"""`dsmp report MODEL`, `dsmp plan` and `dsmp report`: what loads, captures and plans models.
+"""`dsmp report MODEL`, `dsmp plan` and `dsmp report`: what loads, captures and plans models, for one device or several.
 
 What a model prints while it is built goes to standard error, like progress and timings.
 """
@@ -6,7 +6,6 @@ What a model prints while it is built goes to standard error, like progress and 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import sys
@@ -15,24 +14,33 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..errors import InvalidOptionError, RuleError
+from ..hardware_db.capability import Device
 from ..hardware_db.detect import resolve_hardware
 from ..passes.plan import PrecisionPlan, Rule, parse_rules
 from .capture import Capture, capture
-from .commands import print_plan, write_text
+from .commands import print_compared, print_plan
+from .compare_plans import Planned
+from .console import Printer, Stages, write_json
 from .demo import DEMO_DEVICES, run_demo
+from .execution import Execution, predict_execution
+from .hardware.selection import check_different
 from .model_source import LoadedModel, load_model
-from .pipeline import make_plan, predict_execution
-from .render import Printer, Stages, facts_line, print_summary
+from .pipeline import make_plan
+from .render import facts_line, print_summary
 from .render_demo import print_demo
 from .report import RunFacts, peak_memory_bytes
+
+EMBEDDED_MODEL = "dsmp.compiler.small_gpt:demo_model"
+"""What is planned where several devices, but no MODEL, are named."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelArguments:
-    """A MODEL and how to plan it, as written on the command line."""
+    """A MODEL and how to plan it, as written on the command line. `hardware` may name several devices, with commas."""
 
     model: str
     hardware: str | None = None
+    hardware_files: Sequence[Path] = ()
     infer: bool = False
     inputs: Sequence[str] = ()
     config: Path | None = None
@@ -43,35 +51,71 @@ class ModelArguments:
 def report_model(
     arguments: ModelArguments, *, match: str | None, phase: str | None, every_node: bool, as_json: bool
 ) -> None:
-    """`dsmp report MODEL`: plan a model and print the table or the plan as JSON. Raises DsmpError."""
-    plan, facts = _plan(arguments)
-    print_plan(plan, facts, match=match, phase=phase, every_node=every_node, as_json=as_json)
+    """`dsmp report MODEL`: plan a model and print the table or the plan as JSON; side by side for several devices.
+
+    Raises DsmpError.
+    """
+    planned = _plan(arguments, named_devices(arguments.hardware, arguments.hardware_files))
+    if len(planned) > 1:
+        print_compared(planned, match=match, phase=phase, every_node=every_node, as_json=as_json)
+    else:
+        plan, facts = planned[0].plan, planned[0].facts
+        print_plan(plan, facts, match=match, phase=phase, every_node=every_node, as_json=as_json)
 
 
 def save_plan(arguments: ModelArguments, output: Path) -> None:
     """`dsmp plan MODEL -o FILE`: plan a model, write the plan in one step, print the summary. Raises DsmpError."""
+    if names_several(arguments.hardware):
+        raise InvalidOptionError("--hardware", arguments.hardware, "one device: a plan file holds the plan for one")
     _check_writable(output)
-    plan, facts = _plan(arguments)
+    (planned,) = _plan(arguments, named_devices(arguments.hardware, arguments.hardware_files))
     try:
-        plan.save(output)
+        planned.plan.save(output)
     except OSError as error:
         raise InvalidOptionError("--output", str(output), f"a file that can be written ({error})") from error
     printer = Printer()
-    print_summary(printer, plan, facts)
+    print_summary(printer, planned.plan, planned.facts)
     printer.print(f"written to {output}")
 
 
-def demo(hardware: str | None, *, as_json: bool, debug: bool) -> None:
-    """`dsmp report` without MODEL: the embedded model on the running device and, simulated, on others."""
-    devices = [resolve_hardware(h) for h in ((hardware,) if hardware is not None else DEMO_DEVICES)]
+def demo(hardware: str | None, *, files: Sequence[Path], as_json: bool, debug: bool) -> None:
+    """`dsmp report` without MODEL: the embedded model on the running device and, simulated, on others.
+
+    Where several devices are named, it is only planned for each.
+    """
+    if names_several(hardware):
+        arguments = ModelArguments(model=EMBEDDED_MODEL, hardware=hardware, hardware_files=files, debug=debug)
+        report_model(arguments, match=None, phase=None, every_node=False, as_json=as_json)
+        return
+    devices = [resolve_hardware(h, files) for h in ((hardware,) if hardware is not None else DEMO_DEVICES)]
     stages = Stages()
     with _only_our_words(debug):
-        result = run_demo(devices, stages=stages)
+        result = run_demo(devices, files=files, stages=stages)
     if as_json:
-        write_text(json.dumps(asdict(result), indent=1, ensure_ascii=False) + "\n")
+        write_json(asdict(result))
         Printer(sys.stderr).print(facts_line(RunFacts(seconds=stages.seconds, peak_bytes=peak_memory_bytes())))
     else:
         print_demo(Printer(), result)
+
+
+def names_several(hardware: str | None) -> bool:
+    """Whether `--hardware` lists more than one device."""
+    return hardware is not None and "," in hardware
+
+
+def named_devices(hardware: str | None, files: Sequence[Path]) -> list[Device]:
+    """The devices of `--hardware`: one name, several with commas between them, or None for the running one.
+
+    Raises InvalidOptionError for an empty name or a device that is named twice, and what `resolve_hardware` raises.
+    """
+    if hardware is None:
+        return [resolve_hardware(None, files)]
+    names = [name.strip() for name in hardware.split(",")]
+    if not all(names):
+        raise InvalidOptionError("--hardware", hardware, "names of devices with one comma between them: a100,h800")
+    devices = [resolve_hardware(name, files) for name in names]
+    check_different("--hardware", names, [d.id for d in devices])
+    return devices
 
 
 def parse_rule(text: str) -> Rule:
@@ -82,11 +126,11 @@ def parse_rule(text: str) -> Rule:
     return parse_rules({glob: name})[0]
 
 
-def _plan(arguments: ModelArguments) -> tuple[PrecisionPlan, RunFacts]:
-    """Load, capture and plan a model, and predict how it will run, with the time each took."""
-    device = resolve_hardware(arguments.hardware)
+def _plan(arguments: ModelArguments, devices: Sequence[Device]) -> list[Planned]:
+    """Load and capture a model once, then plan it for each device and predict how it will run there."""
     rules = [parse_rule(r) for r in arguments.rules]
     stages = Stages()
+    plans = []
     with _only_our_words(arguments.debug):
         with stages.stage("loading", f"loading {arguments.model}"):
             loaded = load_model(
@@ -94,13 +138,25 @@ def _plan(arguments: ModelArguments) -> tuple[PrecisionPlan, RunFacts]:
             )
         with stages.stage("capture", f"capturing {arguments.model}"):
             captured = _capture(loaded, training=not arguments.infer)
-        with stages.stage("planning", f"planning for {device.id}"):
-            plan = make_plan(captured, device, rules=rules, predict_memory=False)
-        with stages.stage("predicting casts and memory", "predicting casts and saved activations"):
-            execution = predict_execution(captured, plan.by_key, device)
+        for device in devices:
+            with stages.stage("planning", f"planning for {device.id}"):
+                plan = make_plan(captured, device, rules=rules, predict_memory=False)
+            with stages.stage("predicting casts and memory", f"predicting casts and saved activations on {device.id}"):
+                execution = predict_execution(captured, plan.by_key, device)
+            plans.append((plan, execution))
+    peak_bytes = peak_memory_bytes()
+    return [
+        Planned(
+            plan=_with_memory(plan, execution),
+            facts=RunFacts(seconds=stages.seconds, casts=execution.casts, peak_bytes=peak_bytes),
+        )
+        for plan, execution in plans
+    ]
+
+
+def _with_memory(plan: PrecisionPlan, execution: Execution) -> PrecisionPlan:
     saved = {"saved_bytes": execution.saved_bytes, "saved_bytes_fp32": execution.saved_bytes_fp32}
-    plan = plan.model_copy(update={"prediction": plan.prediction.model_copy(update=saved)})
-    return plan, RunFacts(seconds=stages.seconds, casts=execution.casts, peak_bytes=peak_memory_bytes())
+    return plan.model_copy(update={"prediction": plan.prediction.model_copy(update=saved)})
 
 
 @contextlib.contextmanager

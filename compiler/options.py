@@ -1,10 +1,11 @@
 """What `torch.compile(..., backend="dsmp", options={...})` accepts.
 
-hardware   device to plan for: a name of the hardware database, "cpu" or "auto" (the running device; the default)
-plan       a PrecisionPlan or the path of a plan.json; its decisions are replayed instead of being made anew
-rules      {glob over node keys: format} or a list of {"match": glob, "format": name}; applied last
-executor   "inductor" (default) or "eager" (the same graph, run op by op, without a C++ compiler)
-strict     True: a GEMM that the plan does not know is an error instead of a warning
+hardware       device to plan for: a name of the hardware database, "cpu" or "auto" (the running device; the default)
+hardware_file  a TOML file, or a list of them, that add or correct devices
+plan           a PrecisionPlan or the path of a plan.json; its decisions are replayed instead of being made anew
+rules          {glob over node keys: format} or a list of {"match": glob, "format": name}; applied last
+executor       "inductor" (default) or "eager" (the same graph, run op by op, without a C++ compiler)
+strict         True: a GEMM that the plan does not know is an error instead of a warning
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import InvalidOptionError, UnknownOptionError
@@ -28,6 +30,7 @@ class Options:
     """Checked options of one compilation."""
 
     hardware: str | None = None
+    hardware_file: tuple[Path, ...] = ()
     plan: PrecisionPlan | None = None
     rules: list[Rule] = field(default_factory=list)
     executor: Executor = "inductor"
@@ -57,11 +60,19 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
         raise InvalidOptionError("strict", strict, "True or False")
     return Options(
         hardware=hardware,
+        hardware_file=_files(given.get("hardware_file")),
         plan=_plan(given.get("plan")),
         rules=parse_rules(given.get("rules")),
         executor=executor,
         strict=strict,
     )
+
+
+def _files(value: Any) -> tuple[Path, ...]:
+    given = (value,) if isinstance(value, (str, os.PathLike)) else value if value is not None else ()
+    if not isinstance(given, (list, tuple)) or not all(isinstance(f, (str, os.PathLike)) for f in given):
+        raise InvalidOptionError("hardware_file", value, "the path of a TOML file, or a list of paths")
+    return tuple(Path(f) for f in given)
 
 
 @functools.lru_cache(maxsize=8)

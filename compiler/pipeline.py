@@ -1,28 +1,19 @@
-"""The way from a captured model to a plan, and from a plan to a legal graph. Used by the backend, the planner and the
-report.
-"""
+"""The way from a captured model to a plan, and what a plan may ask of a device. Used by backend, planner and report."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from typing import cast
 
 import torch
-from torch import fx
 
-from ..codegen.lower import merge_backward, protect_mutated_inputs
 from ..errors import PlanHardwareError, PlanMismatchError, RuleError
 from ..hardware_db.capability import Device
 from ..hardware_db.formats import get_format
 from ..hardware_db.schema import OpClass
-from ..passes.cast_motion import operand_storage
-from ..passes.cost import format_of
-from ..passes.graph import float_dtype
-from ..passes.keys import NodeKey, key_of
-from ..passes.legalize import LegalizeReport, legalize
+from ..passes.keys import NodeKey
 from ..passes.plan import (
     GEMM_CLASSES,
     Decision,
@@ -33,21 +24,10 @@ from ..passes.plan import (
     fingerprint,
 )  # fmt: skip
 from ..passes.select_default import require, rules_without_a_node, select_default, sum_format
-from ..passes.verify import snapshot, verify
 from .capture import Capture
-from .saved_activations import copy_graph, saved_activation_bytes
+from .execution import predict_execution
 
 log = logging.getLogger("dsmp")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Execution:
-    """What running a plan takes: casts inserted in all graphs; bytes saved for the backward pass with the plan and as
-    traced (None without a backward pass)."""
-
-    casts: int
-    saved_bytes: int | None
-    saved_bytes_fp32: int | None
 
 
 def make_plan(
@@ -76,6 +56,7 @@ def make_plan(
         dsmp=version("dsmp"),
         torch=torch.__version__,
         hardware=device.id,
+        hardware_data=device.caveats,
         model=ModelInfo(
             source=capture.source,
             fingerprint=fingerprint((d.key, d.aten, d.shapes) for d in decisions.values()),
@@ -90,26 +71,6 @@ def make_plan(
         rules=list(rules),
         nodes=list(decisions.values()),
     )
-
-
-def apply_decisions(
-    gm: fx.GraphModule,
-    decisions: Mapping[str, Decision],
-    *,
-    storage: str,
-    same_device: bool,
-    parameters: frozenset[fx.Node],
-) -> LegalizeReport:
-    """Legalise and lower a keyed graph in place, with the invariants checked after each pass."""
-    before = snapshot(gm)
-    here = {str(k) for n in gm.graph.nodes if (k := key_of(n)) is not None}
-    decided = [d.key for k, d in decisions.items() if k in here and d.reason.code != "view"]
-    report = legalize(gm, decisions, same_device=same_device, storage=storage, parameters=parameters)
-    verify(gm, before, decided)
-    merge_backward(gm)
-    protect_mutated_inputs(gm)
-    verify(gm, before, (), ())
-    return report
 
 
 def check_plan_hardware(plan: PrecisionPlan, device: Device) -> None:
@@ -154,45 +115,3 @@ def report_undecided(undecided: Iterable[str], source: str, *, strict: bool) -> 
     if strict:
         raise PlanMismatchError(f"{text}, or compile without strict to keep their traced precision.")
     log.warning("dsmp: %s; until then they keep their traced precision.", text)
-
-
-def predict_execution(capture: Capture, decisions: Mapping[str, Decision], device: Device) -> Execution:
-    """Apply decisions to copies of the captured graphs: casts, and bytes saved as the partitioner would choose.
-
-    Casts are those of the legaliser. Bytes are those of the planned device, where a GEMM reads what is stored:
-    roundings that only simulation needs would be recomputed in the backward pass, and the tensors before them with
-    them.
-    """
-    casts = planned = traced = 0
-    for graph in capture:
-        copy, parameters = copy_graph(graph.gm, graph.parameters)
-        report = apply_decisions(copy, decisions, storage=device.storage, same_device=True, parameters=parameters)
-        casts += report.casts
-        if graph.joint:
-            stored = _as_stored(graph.gm, decisions, device.storage)
-
-            def change(
-                gm: fx.GraphModule, parameters: frozenset[fx.Node], stored: Mapping[str, Decision] = stored
-            ) -> None:
-                legalize(gm, stored, same_device=True, storage=device.storage, parameters=parameters)
-
-            traced += saved_activation_bytes(graph.gm, graph.parameters)
-            planned += saved_activation_bytes(graph.gm, graph.parameters, change)
-    if not capture.joint:
-        return Execution(casts=casts, saved_bytes=None, saved_bytes_fp32=None)
-    return Execution(casts=casts, saved_bytes=planned, saved_bytes_fp32=traced)
-
-
-def _as_stored(gm: fx.GraphModule, decisions: Mapping[str, Decision], storage: str) -> dict[str, Decision]:
-    """The decisions with each GEMM computing in the format that its operands are stored in."""
-    found = {}
-    for node in gm.graph.nodes:
-        decision = decisions.get(str(key_of(node)))
-        if decision is None:
-            continue
-        dtype = float_dtype(node) if decision.op in GEMM_CLASSES else None
-        if dtype is not None:
-            held = operand_storage(storage, format_of(dtype) or "fp32", decision.compute)
-            decision = decision.model_copy(update={"compute": held, "recipe": "none"})
-        found[decision.key] = decision
-    return found

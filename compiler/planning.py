@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -20,6 +22,7 @@ def plan(
     kwargs: Mapping[str, Any] | None = None,
     *,
     hardware: str | None = None,
+    hardware_files: Sequence[str | os.PathLike[str]] = (),
     training: bool = True,
     rules: Mapping[str, str] | Iterable[Rule | Mapping[str, str]] | None = None,
     source: str | None = None,
@@ -27,17 +30,18 @@ def plan(
     """Plan the numeric format of every node of a model's forward and backward graph.
 
     `inputs` is a tensor, a tuple of positional inputs or a dict of keyword inputs, `kwargs` further keyword inputs;
-    both may be on the meta device together with the model. `hardware` is a device name ("h800"), None or "auto" for
-    the running device. `training` plans the joint forward and backward graph, otherwise inference. `rules` maps globs
-    over node keys to formats and is applied last. The model is left exactly as it was.
+    both may be on the meta device together with the model. `hardware` is a device name ("h800"), None or "auto" for the
+    running device; `hardware_files` are data files that add or correct devices. `training` plans the joint forward and
+    backward graph, otherwise inference. `rules` maps globs over node keys to formats and is applied last. The model is
+    left exactly as it was.
 
-    Raises CaptureError, UnknownHardwareError, RuleError, PlanHardwareError.
+    Raises CaptureError, UnknownHardwareError, HardwareDataError, RuleError, PlanHardwareError.
 
         plan = dsmp.plan(model, x, hardware="h800")
         plan.save("plan.json")
         compiled = torch.compile(model, backend="dsmp", options={"plan": "plan.json"})
     """
-    device = resolve_hardware(hardware)
+    device = resolve_hardware(hardware, [Path(f) for f in hardware_files])
     checked = parse_rules(rules)
     args, named = split_inputs(inputs, kwargs)
     captured = capture(model, args, named, training=training, source=source)

@@ -1,28 +1,17 @@
-"""Reports, plans' differences and progress as text on a console.
-
-A table is shown in the widest of its layouts that fits: with the reasons in full, with their codes and the sentences
-below, or two lines a row on narrow terminals. Where the output is no terminal, layouts are chosen for 200 columns and
-no line is broken.
-Results go to standard output, progress and warnings to standard error.
+"""Reports and plans' differences as tables: with the reasons in full, with their codes and the sentences below, or two
+lines a row, whichever is the widest that fits (console.py).
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-import sys
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TextIO
+from collections.abc import Iterable, Sequence
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console, RenderableType
-from rich.measure import Measurement
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from ..passes.plan import GEMM_CLASSES, Decision, PrecisionPlan
+from .console import Printer, bytes_text, coloured, digits, plain_table, time_text
 from .report import (
     ClassTotal,
     DiffRow,
@@ -35,62 +24,6 @@ from .report import (
     short_reason,
     without_numbers,
 )
-
-_UNLIMITED = 10_000
-_PLAIN_WIDTH = 200
-_STYLES = {"fp64": "dim", "fp32": "dim", "tf32": "green", "bf16": "cyan", "fp16": "cyan"}
-
-
-class Printer:
-    """Writes to a text stream: coloured and within its width on a terminal, plain and with unbroken lines otherwise."""
-
-    def __init__(self, stream: TextIO | None = None, *, width: int | None = None) -> None:
-        """`stream` None is standard output. `width` replaces the stream's own."""
-        self.stream = stream if stream is not None else sys.stdout
-        terminal = Console(file=self.stream)
-        self.is_terminal = terminal.is_terminal
-        self.line_width = width or _UNLIMITED
-        self.width = width or (terminal.width if terminal.is_terminal else _PLAIN_WIDTH)
-
-    def print(self, *renderables: RenderableType) -> None:
-        """Write renderables one below the other, without blanks at the ends of lines where nothing is coloured."""
-        if self.is_terminal:
-            self._console(self.stream, width=self.width).print(*renderables, sep="\n")
-            return
-        text = io.StringIO()
-        self._console(text, width=self.line_width, color_system=None).print(*renderables, sep="\n")
-        self.stream.write("".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines()))
-        self.stream.flush()
-
-    def _console(self, stream: Any, **options: Any) -> Console:
-        # keys and file names may hold brackets and colons, which are not meant as markup
-        return Console(file=stream, highlight=False, markup=False, emoji=False, **options)
-
-    def fits(self, renderable: RenderableType) -> bool:
-        """Whether a renderable's lines need no breaking."""
-        console = Console(file=io.StringIO(), width=_UNLIMITED, markup=False, emoji=False)
-        return Measurement.get(console, console.options, renderable).maximum <= self.width
-
-
-class Stages:
-    """Named stages of a run: their seconds, and a spinner on standard error while they last, if that is a terminal."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def stage(self, name: str, text: str) -> Iterator[None]:
-        """Measure a stage under `name` and show `text`; stages of one name are added up."""
-        console = Console(file=sys.stderr)
-        started = time.perf_counter()
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            progress.add_task(text, total=None)
-            try:
-                yield
-            finally:
-                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
-
 
 # ---- the report --------------------------------------------------------------------------------------------
 
@@ -110,6 +43,8 @@ def print_summary(printer: Printer, plan: PrecisionPlan, facts: RunFacts | None)
     gemms = sum(d.op in GEMM_CLASSES for d in plan)
     title = f"{plan.model.source} on {plan.hardware}: {len(plan):,} nodes, {gemms:,} of them GEMM-class"
     lines: list[RenderableType] = [Text(title, style="bold"), _shares(plan), *_prediction(plan, facts)]
+    if plan.hardware_data:
+        lines.append(f"hardware data: {'; '.join(plan.hardware_data)}")
     if plan.rules:
         lines.append("rules: " + ", ".join(f"{r.match} → {r.format}" for r in plan.rules) + _pending(plan))
     if facts is not None and (made := facts_line(facts)):
@@ -123,15 +58,6 @@ def facts_line(facts: RunFacts) -> str:
     if facts.peak_bytes is not None:
         parts.append(f"peak memory of this process {bytes_text(facts.peak_bytes)}")
     return "; ".join(p for p in parts if p)
-
-
-def bytes_text(count: float) -> str:
-    """Bytes in powers of 1000."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.3g} TB"
 
 
 def ratio_text(planned: float, fp32: float) -> str:
@@ -191,7 +117,7 @@ def _rows(printer: Printer, rows: Sequence[Row]) -> list[RenderableType]:
         return [full]
     codes = _row_table(rows, sentences=False)
     table: RenderableType = codes if printer.fits(codes) else Text("\n").join(map(_stacked, rows))
-    return [table, "", *_legend(rows)]
+    return [table, "", *legend(rows)]
 
 
 def _row_table(rows: Sequence[Row], *, sentences: bool) -> Table:
@@ -222,7 +148,7 @@ def _stacked(row: Row) -> Text:
     return line.append(f"  {time_text(row.time_us)} µs  {d.reason.code}")
 
 
-def _legend(rows: Iterable[Row]) -> list[str]:
+def legend(rows: Iterable[Row]) -> list[str]:
     """What the reason codes stand for; a sentence that differs in its numbers only is given once, as an example."""
     texts: dict[tuple[str, str], list[str]] = {}
     for row in rows:
@@ -231,34 +157,9 @@ def _legend(rows: Iterable[Row]) -> list[str]:
     return [f"{code}: {'e.g. ' if len(set(same)) > 1 else ''}{same[0]}" for (code, _), same in texts.items()]
 
 
-def plain_table(gap: int = 2) -> Table:
-    """A table without lines but one below its head, and `gap` blanks between columns."""
-    padding = (0, gap - 1, 0, 0)  # the box itself puts one blank between columns
-    return Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=padding, header_style="bold")
-
-
-def coloured(name: str, text: str | None = None) -> Text:
-    """A format's name (or `text` about it) in the colour of its width."""
-    return Text(text or name, style=_STYLES.get(name, "magenta"))
-
-
 def gflop_text(flops: float) -> str:
     """GFLOP with three digits."""
     return digits(flops / 1e9)
-
-
-def time_text(time_us: float) -> str:
-    """Microseconds with three digits."""
-    return digits(time_us)
-
-
-def digits(value: float) -> str:
-    """A number with three significant digits, never in exponent form: 0.0025, 21.3, 1,234."""
-    if value == 0:
-        return "0"
-    if value >= 99.995:
-        return f"{value:,.0f}"
-    return f"{value:.2f}" if value >= 1 else f"{value:.2g}" if value >= 1e-4 else "<0.0001"
 
 
 # ---- differences -------------------------------------------------------------------------------------------

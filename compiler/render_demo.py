@@ -8,8 +8,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from .console import Printer, bytes_text, coloured, plain_table
 from .demo import Demo, DevicePlan, Example
-from .render import Printer, bytes_text, coloured, plain_table
 from .report import without_numbers
 
 _WIDTH = 100

@@ -153,7 +153,7 @@ def planned_time_us(decision: Decision) -> float:
 
 def fold_decisions(decisions: Iterable[Decision]) -> list[Row]:
     """Rows of decisions that agree in everything but layer index and cost, in the order of their first nodes."""
-    folded = fold(list(decisions), lambda d: d.key, _kind)
+    folded = fold(list(decisions), lambda d: d.key, kind_of)
     return [Row(label=label, decisions=members) for label, members in folded]
 
 
@@ -161,13 +161,13 @@ def fold_differences(differences: Iterable[PlanDifference]) -> list[DiffRow]:
     """Rows of differences that agree in everything but layer index and cost, in the order of their first nodes."""
 
     def kind(difference: PlanDifference) -> Hashable:
-        return tuple(_kind(d) if d is not None else None for d in (difference.before, difference.after))
+        return tuple(kind_of(d) if d is not None else None for d in (difference.before, difference.after))
 
     folded = fold(list(differences), lambda d: d.key, kind)
     return [DiffRow(label=label, differences=members) for label, members in folded]
 
 
-def _kind(d: Decision) -> Hashable:
+def kind_of(d: Decision) -> Hashable:
     """What two decisions must have in common to share a row."""
     shapes = tuple(map(tuple, d.shapes))
     reason = (d.reason.code, without_numbers(d.reason.text))
@@ -175,7 +175,7 @@ def _kind(d: Decision) -> Hashable:
 
 
 def fold(
-    items: Sequence[T], key_of: Callable[[T], str], kind_of: Callable[[T], Hashable]
+    items: Sequence[T], key_of: Callable[[T], str], alike: Callable[[T], Hashable]
 ) -> list[tuple[str, tuple[T, ...]]]:
     """Labels and members of folded rows. Keys must be unique; each item is in exactly one row."""
     groups: dict[Hashable, dict[tuple[int, ...], T]] = defaultdict(dict)
@@ -184,7 +184,7 @@ def fold(
         key = NodeKey.parse(key_of(item))
         parts = key.fqn.split(".")
         pattern = tuple(None if _INDEX.fullmatch(p) else p for p in parts)
-        group: Hashable = (pattern, key.phase, key.op, key.ordinal, kind_of(item))
+        group: Hashable = (pattern, key.phase, key.op, key.ordinal, alike(item))
         groups[group][tuple(int(p) for p in parts if _INDEX.fullmatch(p))] = item
         patterns[group] = pattern
     position = {key_of(item): i for i, item in enumerate(items)}

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from ..passes.graph import numel_of, output_node, placeholders, root, tensors_of
 from .tracing import PARTITION_ARGUMENTS
 
+SAVED_AS_TRACED = "dsmp_saved_as_traced"
+"""Where a joint graph keeps its own bytes once they are known: they are the same for every device."""
+
 GraphChange = Callable[[fx.GraphModule, frozenset[fx.Node]], None]
+
+
+def lazily() -> AbstractContextManager[None]:
+    """Within it, graphs are changed and partitioned without Python code being made of each, which nobody runs."""
+    return _use_lazy_graph_module(True)
 
 
 def saved_activation_bytes(
@@ -21,13 +31,19 @@ def saved_activation_bytes(
 
     Parameters and inputs are not counted, they live anyway; a tensor saved through several views is counted once.
     """
-    gm, kept = copy_graph(joint, parameters)
-    if change is not None:
-        change(gm, kept)
-    arguments = joint.meta[PARTITION_ARGUMENTS]
-    inputs = [n.meta["val"] for n in placeholders(gm)]
-    forward, _ = min_cut_rematerialization_partition(gm, inputs, **arguments)
-    return saved_bytes_of_forward(forward, arguments["num_fwd_outputs"])
+    if change is None and SAVED_AS_TRACED in joint.meta:
+        return int(joint.meta[SAVED_AS_TRACED])
+    with lazily():
+        gm, kept = copy_graph(joint, parameters)
+        if change is not None:
+            change(gm, kept)
+        arguments = joint.meta[PARTITION_ARGUMENTS]
+        inputs = [n.meta["val"] for n in placeholders(gm)]
+        forward, _ = min_cut_rematerialization_partition(gm, inputs, **arguments)
+    saved = saved_bytes_of_forward(forward, arguments["num_fwd_outputs"])
+    if change is None:
+        joint.meta[SAVED_AS_TRACED] = saved
+    return saved
 
 
 def saved_bytes_of_forward(forward: fx.GraphModule, num_outputs: int) -> int:
@@ -56,6 +72,6 @@ def copy_graph(joint: fx.GraphModule, parameters: frozenset[fx.Node]) -> tuple[f
     out.meta = dict(output_node(joint).meta)
     for node, twin in twins.items():
         twin.meta = dict(node.meta)
-    gm = fx.GraphModule(joint, graph)
+    gm = _make_graph_module(joint, graph)
     gm.meta = copy.copy(joint.meta)
     return gm, frozenset(twins[p] for p in parameters)

@@ -4,6 +4,8 @@
 * `detect.resolve_hardware("auto")`: the running device (detect.py)
 * `Device.supports`: a verdict per op class, operand, format and accumulator (capability.py)
 * `Device.ladder`, `Device.peak`: its precision tier and its derived peaks
+* `Device.achievable`, `Device.time`: what kernels reach of them, measured or assumed
+* `load_catalog().resolve_node("dgx-h100")`: a machine of several devices and its collectives (topology.py)
 """
 
 from __future__ import annotations

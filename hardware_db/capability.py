@@ -11,16 +11,20 @@ carries its reason. Three kinds of op classes are told apart:
   on store, which needs a format the units convert in hardware (`io_formats`); with a narrower one they need a
   rate of their own.
 
-Peaks are derived (schema.py has the formula) and always dense and per logical device.
+Peaks are derived (schema.py has the formula) and always dense and per logical device. What a kernel achieves of them
+is taken from measurements of the running device where there are any (measurement.py), else it is the architecture's
+usual fraction, times the occupancy of the shape on a GPU (work.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from ..errors import UnsupportedFormatError
+from .device_row import Confidence
 from .formats import FORMATS, get_format
+from .measurement import Measurement
 from .schema import (
     ACCUMULATORS,
     MATRIX_OP_CLASSES,
@@ -29,10 +33,12 @@ from .schema import (
     Architecture,
     Choice,
     Efficiency,
+    Kind,
     LadderGroup,
     OpClass,
     natural_accumulator,
 )
+from .work import GemmShape, Work
 
 _LADDER_OF: dict[OpClass, LadderGroup] = {
     "linear": "linear",
@@ -60,29 +66,71 @@ class Device:
     """One logical device (what torch shows as one), from the catalogue or detected.
 
     `memory_bandwidth` and `link_bandwidth` (one way, None without a peer link) are bytes/s, `memory_bytes`
-    and `l2_bytes` bytes, `launch_overhead_s` seconds per kernel. `estimated`: some number was scaled or
-    assumed instead of looked up, so times are rough. `confidence`: A vendor text, B secondary, C recalled.
-    `link_bandwidth` follows vendors' totals over all links.
+    and `l2_bytes` bytes. Clocks are None where the vendor publishes totals only. `vector_peaks` and `matrix_peaks`
+    are dense FLOP/s (OP/s for ints) by `format@accumulate`. `estimated`: some number was scaled or assumed instead
+    of looked up, so times are rough. `confidence`: A vendor text, B secondary, C recalled: not `verified`.
+    `link_bandwidth` follows vendors' totals over all links. `overlays` names the user's files that defined or
+    changed the device; `measured` is what was measured on it, if anything.
     """
 
     id: str
     name: str
     vendor: str
     isa: str
-    kind: Literal["gpu", "cpu"]
+    kind: Kind
     units: int
-    vector_clock_mhz: float
-    matrix_clock_mhz: float
+    vector_clock_mhz: float | None
+    matrix_clock_mhz: float | None
+    vector_peaks: Mapping[str, float] = field(repr=False, hash=False)
+    matrix_peaks: Mapping[str, float] = field(repr=False, hash=False)
     memory_bytes: int
     memory_bandwidth: float
     l2_bytes: int | None
     link_bandwidth: float | None
     logical_devices: int
-    launch_overhead_s: float
-    efficiency: Efficiency = field(hash=False)
     estimated: bool
-    confidence: Literal["A", "B", "C"]
+    confidence: Confidence
     profile: Architecture = field(repr=False, hash=False)
+    overlays: tuple[str, ...] = ()
+    measured: Measurement | None = field(default=None, repr=False, hash=False)
+
+    @property
+    def verified(self) -> bool:
+        """Whether structure, clocks and memory were read in some source, not only recalled."""
+        return self.confidence != "C"
+
+    @property
+    def efficiency(self) -> Efficiency:
+        """Fractions of the peaks that are assumed where nothing was measured."""
+        return self.profile.efficiency
+
+    @property
+    def launch_overhead_s(self) -> float:
+        """Seconds per kernel: measured, else the architecture's usual figure."""
+        return self.measured.launch_overhead_s if self.measured else self.profile.launch_overhead_s
+
+    @property
+    def achieved_bandwidth(self) -> float:
+        """Bytes/s that kernels reach: measured, else the usual fraction of `memory_bandwidth`."""
+        if self.measured:
+            return self.measured.memory_bandwidth_bytes_per_s
+        return self.memory_bandwidth * self.efficiency.memory
+
+    @property
+    def caveats(self) -> list[str]:
+        """One sentence for each thing to know before trusting predictions; empty for published figures."""
+        found = []
+        if not self.verified:
+            found.append(f"figures of {self.id} are recalled, not verified (confidence C)")
+        if self.profile.totals_only:
+            found.append(f"peaks of {self.id} are the vendor's totals, nothing derives them: for planning only")
+        elif self.estimated and not self.measured:
+            found.append(f"figures of {self.name} are estimated from {self.architecture} and its {self.units} units")
+        if self.measured:
+            found.append(f"rates measured on {self.measured.date} with torch {self.measured.torch}")
+        if self.overlays:
+            found.append(f"uses data of {', '.join(self.overlays)}")
+        return found
 
     @property
     def storage(self) -> str:
@@ -139,10 +187,10 @@ class Device:
         get_format(format)
         accumulate = natural_accumulator(format) if accumulate is None else _accumulator(format, accumulate)
         key = f"{format}@{accumulate}"
-        for matrix, rates in ((True, self.profile.matrix), (False, self.profile.vector)):
-            if key in rates:
-                return self.units * rates[key] * self.clock_mhz(matrix, format) * 1e6
-        raise UnsupportedFormatError(f"{self._no_rate(format, accumulate)}.")
+        peak = self.matrix_peaks.get(key) or self.vector_peaks.get(key)
+        if peak is None:
+            raise UnsupportedFormatError(f"{self._no_rate(format, accumulate)}.")
+        return peak
 
     def vector_peak(self, format: str = "fp32") -> float:
         """FLOP/s of elementwise arithmetic on operands in `format`.
@@ -151,19 +199,66 @@ class Device:
         store. Raises `UnsupportedFormatError` for formats that they do neither compute nor convert.
         """
         get_format(format)
-        rates = self.profile.vector
-        rate = rates.get(f"{format}@{format}") or rates.get(f"{format}@{natural_accumulator(format)}")
-        if rate is None:
-            verdict = self._vector("pointwise", format, natural_accumulator(format))
-            if not verdict.ok:
-                raise UnsupportedFormatError(verdict.reason)
-            rate = rates["fp32@fp32"]
-        return self.units * rate * self.vector_clock_mhz * 1e6
+        peaks = self.vector_peaks
+        peak = peaks.get(f"{format}@{format}") or peaks.get(f"{format}@{natural_accumulator(format)}")
+        if peak is not None:
+            return peak
+        verdict = self._vector("pointwise", format, natural_accumulator(format))
+        if not verdict.ok:
+            raise UnsupportedFormatError(verdict.reason)
+        return self.peak("fp32")
 
-    def clock_mhz(self, matrix: bool, format: str) -> float:
-        """The clock at which the matrix (or vector) units run `format`: fp64 always runs at the vector
-        clock."""
-        return self.matrix_clock_mhz if matrix and format != "fp64" else self.vector_clock_mhz
+    def achievable(self, format: str, shape: GemmShape, accumulate: str | None = None) -> float:
+        """FLOP/s that a GEMM of this shape reaches in `format`: measured nearby, else the architecture's usual
+        fraction of the peak times, on a GPU, the shape's occupancy.
+
+        Raises `UnsupportedFormatError` when there is no rate.
+        """
+        key = f"{format}@{natural_accumulator(format) if accumulate is None else _accumulator(format, accumulate)}"
+        rate = self.measured.rate(key, shape) if self.measured else None
+        if rate is not None:
+            return rate
+        occupancy = shape.occupancy(self.units) if self.kind == "gpu" else 1.0
+        return self.peak(format, accumulate) * self.efficiency.compute_for(format) * occupancy
+
+    def time(self, work: Work, format: str, accumulate: str | None = None) -> float:
+        """Predicted seconds of one operator in `format`: a roofline, plus the launch.
+
+        max(flops / achievable, bytes / achieved bandwidth) + launch overhead (Williams, Waterman and Patterson,
+        "Roofline", CACM 2009). Raises `UnsupportedFormatError` when there is no rate.
+        """
+        if work.gemm is not None:
+            rate = self.achievable(format, work.gemm, accumulate)
+        else:
+            rate = self.peak(format, accumulate) * self.efficiency.compute_for(format)
+        return max(work.flops / rate, work.moved_bytes / self.achieved_bandwidth) + self.launch_overhead_s
+
+    def conversion_time(self, source: str, target: str, recipe: str, numel: int) -> float:
+        """Predicted seconds to cast (recipe "none") or quantise `numel` values: measured, else limited by memory."""
+        moved = numel * (get_format(source).storage_bits + get_format(target).storage_bits) / 8
+        rate = self.measured.conversion_rate(source, target, recipe) if self.measured else None
+        return moved / (rate or self.achieved_bandwidth) + self.launch_overhead_s
+
+    def slower_than_fp32(self, format: str, accumulate: str | None = None) -> float | None:
+        """The measured rate of `format` as a multiple of fp32's if it was measured and is no faster, else None."""
+        key = f"{format}@{natural_accumulator(format) if accumulate is None else _accumulator(format, accumulate)}"
+        ratio = self.measured.ratio_to_fp32(key) if self.measured else None
+        return ratio if ratio is not None and ratio <= 1 else None
+
+    def scaled(self, *, units: int, memory_bytes: int, memory_bandwidth: float, l2_bytes: int | None) -> Device:
+        """This device with other numbers of units and bytes (a MIG slice, a sibling): peaks go with the units, and the
+        result is `estimated`."""
+        share = units / self.units
+        return replace(
+            self,
+            units=units,
+            memory_bytes=memory_bytes,
+            memory_bandwidth=memory_bandwidth,
+            l2_bytes=l2_bytes,
+            vector_peaks={k: v * share for k, v in self.vector_peaks.items()},
+            matrix_peaks={k: v * share for k, v in self.matrix_peaks.items()},
+            estimated=True,
+        )
 
     def flushes_denormals(self, format: str) -> bool:
         """True when the matrix units read subnormal inputs of `format` as zero."""
@@ -196,7 +291,7 @@ class Device:
         limit = self.profile.limits.get(format)
         if limit and op_class not in limit.op_classes and format not in self.profile.io_formats:
             return Verdict(False, self._limited(op_class, format, limit.reason))
-        if f"{format}@{accumulate}" in self.profile.vector:
+        if f"{format}@{accumulate}" in self.vector_peaks:
             return Verdict(True, f"{self._label} computes {format} with {accumulate} accumulation on its vector units.")
         if format in self.profile.io_formats and accumulate == natural_accumulator(format):
             return Verdict(True, f"{self._label} converts {format} on load and store and computes in {accumulate}.")
@@ -210,12 +305,12 @@ class Device:
 
     def _matrix(self, op_class: str, format: str, accumulate: str) -> Verdict:
         key = f"{format}@{accumulate}"
-        if key not in self.profile.matrix and key not in self.profile.vector:
+        if key not in self.matrix_peaks and key not in self.vector_peaks:
             return Verdict(False, f"{self._no_rate(format, accumulate)}.")
         limit = self.profile.limits.get(format)
         if limit and op_class not in limit.op_classes:
             return Verdict(False, self._limited(op_class, format, limit.reason))
-        where = "matrix" if key in self.profile.matrix else "vector"
+        where = "matrix" if key in self.matrix_peaks else "vector"
         return Verdict(
             True,
             f"{self._label} has {format} {where} units with {accumulate} accumulation, "
@@ -227,6 +322,8 @@ class Device:
 
     def _no_rate(self, format: str, accumulate: str) -> str:
         """Why there is no rate for `format@accumulate`, without the full stop."""
+        if self.measured and (ratio := self.slower_than_fp32(format, accumulate)) is not None:
+            return f"{self._label} does not offer {format}: its GEMMs measured {ratio:.2g} times as fast as fp32's here"
         if reason := self.profile.refusals.get(format):
             return f"{self._label} does not offer {format}: {reason}"
         twin = _other_fp8_flavour(format)
@@ -239,13 +336,12 @@ class Device:
             return (
                 f"{self._label} does not accumulate {format} in {accumulate}; accumulators it has: {', '.join(others)}"
             )
-        matrix = [f for f in FORMATS if any(k.startswith(f"{f}@") for k in self.profile.matrix)]
+        matrix = [f for f in FORMATS if any(k.startswith(f"{f}@") for k in self.matrix_peaks)]
         have = ", ".join(matrix) if matrix else "none (vector units compute fp32)"
         return f"{self._label} has no {format} units; formats with matrix units: {have}"
 
     def _accumulators(self, format: str) -> list[str]:
-        rates = {**self.profile.vector, **self.profile.matrix}
-        return [a for a in ACCUMULATORS if f"{format}@{a}" in rates]
+        return [a for a in ACCUMULATORS if f"{format}@{a}" in self.vector_peaks or f"{format}@{a}" in self.matrix_peaks]
 
 
 def _check_op_class(op_class: str) -> None:

@@ -1,29 +1,29 @@
 """The shape of the hardware data files: what a row may say, in which unit, within which range.
 
-Two kinds of records. An *architecture* profile is what one instruction set can do per clock and per unit,
-together with its precision tier; a *device* is about a dozen scalars on top of a profile. Peaks are never
-stored, they are derived:
+Two kinds of records. An *architecture* profile (here) is what one instruction set can do per clock and per unit,
+together with its precision tier; a *device* (device_row.py) is about a dozen scalars on top of a profile. Peaks are
+never stored, they are derived:
 
     peak [FLOP/s] = units * flop_per_clock_per_unit[format @ accumulate] * clock_mhz * 1e6
 
 with the matrix clock for matrix units, except fp64, which runs at the vector clock as all vector units do. A
 multiply-add counts as two operations. Only dense rates are stored; `sparsity_factor` (2:4) stands apart and
-is never folded in.
+is never folded in. Where a vendor publishes totals and nothing to derive them from, the profile is
+`totals_only` and the totals stand for the peaks, for planning.
 
 Every number carries its unit in its field name and a plausible range. A violation raises `HardwareDataError`
-naming the file, the record and the key. This module is pure: it reads no file and imports no torch.
+naming the file, the record and the key (parsing.py). This module is pure: it reads no file and imports no torch.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from ..errors import DsmpError, HardwareDataError
+from ..errors import DsmpError
 from .formats import FORMATS, get_format, split_recipe
 
 OpClass = Literal[
@@ -43,10 +43,35 @@ OpClass = Literal[
     "collective",
     "other",
 ]
+Vendor = Literal[
+    "nvidia",
+    "amd",
+    "intel",
+    "apple",
+    "google",
+    "aws",
+    "huawei",
+    "cambricon",
+    "moore-threads",
+    "iluvatar",
+    "metax",
+    "hygon",
+    "tenstorrent",
+    "ampere",
+    "fujitsu",
+    "arm",
+]
+Kind = Literal["gpu", "cpu", "npu"]
+UnitKind = Literal[
+    "SM", "CU", "Xe-core", "GPU core", "core", "AI core", "TensorCore", "NeuronCore", "TPC", "MP", "AP", "Tensix",
+    "cluster",
+]  # fmt: skip
 LadderGroup = Literal["linear", "conv", "attention", "other"]
 
 OP_CLASSES: tuple[OpClass, ...] = get_args(OpClass)
 """Every op class."""
+VENDORS: tuple[Vendor, ...] = get_args(Vendor)
+"""Who makes devices, as `vendor` fields spell it."""
 MATRIX_OP_CLASSES: frozenset[OpClass] = frozenset({"linear", "matmul", "conv", "sdpa", "grouped_mm"})
 """Op classes that multiply and accumulate, on matrix units where there are any."""
 MOVING_OP_CLASSES: frozenset[OpClass] = frozenset({"view", "collective"})
@@ -55,12 +80,12 @@ formats)."""
 ACCUMULATORS: tuple[str, ...] = ("fp64", "fp32", "fp16", "bf16", "int32")
 """Formats that something can be accumulated in."""
 
-_STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-_ModelT = TypeVar("_ModelT", bound=BaseModel)
+STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+"""How every record is read: unknown keys, wrong types and infinities are errors."""
 
 Rate = Annotated[float, Field(gt=0, le=262144)]
 ClockMhz = Annotated[float, Field(ge=200, le=8000)]
-Bandwidth = Annotated[float, Field(ge=1e9, le=2e13)]
+Bandwidth = Annotated[float, Field(ge=1e9, le=5e13)]
 Fraction = Annotated[float, Field(gt=0, le=1.2)]
 Tflops = Annotated[float, Field(gt=0, le=1e6)]
 Text = Annotated[str, Field(min_length=3)]
@@ -78,19 +103,19 @@ def canonical_rate_key(key: str) -> str:
     """`format@accumulate`; a bare `format` accumulates in itself. Raises ValueError on an unknown part."""
     name, _, accumulate = key.partition("@")
     accumulate = accumulate or name
-    _check_format(name)
+    check_format(name)
     if accumulate not in ACCUMULATORS:
         raise ValueError(f"{key!r}: accumulator {accumulate!r} is not one of {', '.join(ACCUMULATORS)}")
     return f"{name}@{accumulate}"
 
 
-def _check_format(name: str) -> str:
+def check_format(name: str) -> str:
     if name not in FORMATS:
         raise ValueError(f"unknown format {name!r}; known: {', '.join(FORMATS)}")
     return name
 
 
-def _canonical_rates(rates: Mapping[str, float]) -> dict[str, float]:
+def canonical_rates(rates: Mapping[str, float]) -> dict[str, float]:
     return {canonical_rate_key(k): v for k, v in rates.items()}
 
 
@@ -103,14 +128,14 @@ class Choice:
     recipe: str = "none"
     accumulate: str = "fp32"
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
 
 
 class Tier(BaseModel):
     """A profile's ladders, most aggressive choice first, fp32 last; `storage` is the format of activations
     between nodes."""
 
-    model_config = _STRICT
+    model_config = STRICT
 
     storage: str
     linear: tuple[Choice, ...]
@@ -141,7 +166,7 @@ class Accumulation(BaseModel):
     """What the matrix unit's accumulator really keeps for one input format (product sums, before fp32 is
     written)."""
 
-    model_config = _STRICT
+    model_config = STRICT
 
     effective_mantissa_bits: Annotated[int, Field(ge=4, le=53)]
     promote_every_k: Annotated[int, Field(ge=16, le=4096)] | None = None
@@ -150,7 +175,7 @@ class Accumulation(BaseModel):
 class Limit(BaseModel):
     """The only op classes a format serves on this architecture, and why no others."""
 
-    model_config = _STRICT
+    model_config = STRICT
 
     op_classes: tuple[OpClass, ...]
     reason: Text
@@ -164,11 +189,11 @@ class Efficiency(BaseModel):
     what was measured and what was assumed.
     """
 
-    model_config = _STRICT
+    model_config = STRICT
 
     compute: Fraction
     memory: Fraction
-    compute_by_format: dict[str, Fraction] = {}
+    compute_by_format: dict[str, Fraction] = Field(default_factory=dict)
     source: Text
 
     def compute_for(self, format: str) -> float:
@@ -176,52 +201,50 @@ class Efficiency(BaseModel):
         return self.compute_by_format.get(format, self.compute)
 
 
-class Estimate(BaseModel):
-    """What to assume of a device of this class that no row describes: clocks, and bandwidth per unit."""
-
-    model_config = _STRICT
-
-    vector_clock_mhz: ClockMhz
-    matrix_clock_mhz: ClockMhz
-    memory_bandwidth_bytes_per_s_per_unit: Annotated[float, Field(ge=1e8, le=2e11)]
-
-
 class Architecture(BaseModel):
     """A resolved architecture profile (inheritance already applied).
 
-    `vector` and `matrix` hold dense FLOP per clock per unit, keyed `format@accumulate`. `io_formats` are the
+    `vector` and `matrix` hold dense FLOP per clock per unit, keyed `format@accumulate`; both are empty where
+    `totals_only`. `reference` is the id of the device that the profile's and, with `isa_default`, the
+    instruction set's name stand for, and whose clocks an unknown device of this class is assumed to have.
+    `lanes_per_unit` counts what the vendor calls cores or shaders. `io_formats` are the
     formats the vector units load and widen to fp32, and narrow to, in hardware. `flushes_denormals` lists the
     inputs whose subnormals the matrix units read as zero. `mx_formats` have native 32-element power-of-two
     block scales. `refusals` explains, per format, why it is not offered where the generic sentence would not
-    do.
+    do. `single_unit_bandwidth_bytes_per_s` is what one CPU core can draw of the socket's. `toolchain` says
+    which software still (or already) makes code for the instruction set.
     """
 
-    model_config = _STRICT
+    model_config = STRICT
 
     key: Annotated[str, Field(pattern=r"^[a-z]+\.[a-z0-9_.]+$")]
     parent: str | None = None
-    vendor: Literal["nvidia", "amd", "intel", "x86"]
+    vendor: Vendor
     family: Text
-    kind: Literal["gpu", "cpu"]
+    kind: Kind
     isa: Annotated[str, Field(pattern=r"^(sm_\d+|gfx[0-9a-f]+|[a-z][a-z0-9_]+)$")]
     isa_default: bool = False
-    unit_kind: Literal["SM", "CU", "core"]
+    reference: str | None = None
+    totals_only: bool = False
+    unit_kind: UnitKind
+    lanes_per_unit: Annotated[int, Field(ge=1, le=4096)] | None = None
     scratchpad_bytes_per_unit: Annotated[int, Field(ge=1024, le=2**24)] | None = None
-    vector: dict[str, Rate]
-    matrix: dict[str, Rate] = {}
+    vector: dict[str, Rate] = Field(default_factory=dict)
+    matrix: dict[str, Rate] = Field(default_factory=dict)
     sparsity_factor: Literal[1, 2] = 1
     fp8_flavour: Literal["ocp", "fnuz"] | None = None
     mx_formats: tuple[str, ...] = ()
     io_formats: tuple[str, ...]
     flushes_denormals: tuple[str, ...] = ()
-    accumulation: dict[str, Accumulation] = {}
-    limits: dict[str, Limit] = {}
-    refusals: dict[str, Text] = {}
+    accumulation: dict[str, Accumulation] = Field(default_factory=dict)
+    limits: dict[str, Limit] = Field(default_factory=dict)
+    refusals: dict[str, Text] = Field(default_factory=dict)
     tier: Tier
     efficiency: Efficiency
     launch_overhead_s: Annotated[float, Field(ge=1e-8, le=1e-3)]
     launch_overhead_source: Text
-    estimate: Estimate
+    single_unit_bandwidth_bytes_per_s: Annotated[float, Field(ge=1e8, le=2e11)] | None = None
+    toolchain: str = ""
     cpu_flags: tuple[str, ...] = ()
     cpu_vendor: str | None = None
     cpu_family: int | None = None
@@ -230,35 +253,44 @@ class Architecture(BaseModel):
     @field_validator("vector", "matrix", mode="after")
     @classmethod
     def _rates_are_keyed(cls, rates: dict[str, float]) -> dict[str, float]:
-        return _canonical_rates(rates)
+        return canonical_rates(rates)
 
     @field_validator("mx_formats", "io_formats", "flushes_denormals", mode="after")
     @classmethod
     def _formats_exist(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(_check_format(n) for n in names)
+        return tuple(check_format(n) for n in names)
 
     @model_validator(mode="after")
     def _consistent(self) -> Architecture:
         for name in (*self.accumulation, *self.limits, *self.refusals, *self.efficiency.compute_by_format):
-            _check_format(name)
+            check_format(name)
         rated = {k.partition("@")[0] for k in (*self.vector, *self.matrix)}
         self._check_fp8_flavour(rated | {c.format for ladder in self._ladders() for c in ladder})
         if refused := rated & set(self.refusals):
             raise ValueError(f"formats both rated and refused: {', '.join(sorted(refused))}")
-        if unrated := (set(self.mx_formats) | set(self.limits) | set(self.accumulation)) - rated:
+        spoken_of = set(self.mx_formats) | set(self.limits) | set(self.accumulation)
+        if not self.totals_only and (unrated := spoken_of - rated):
             raise ValueError(f"mx_formats, limits or accumulation name formats without a rate: {sorted(unrated)}")
-        if "fp32@fp32" not in self.vector or "fp32" not in self.io_formats:
-            raise ValueError("every architecture computes fp32 on its vector units: vector.fp32 and io_formats")
+        if self.totals_only and rated:
+            raise ValueError("totals_only profiles have no vector or matrix rates")
+        if not self.totals_only and "fp32@fp32" not in self.vector:
+            raise ValueError("every architecture computes fp32 on its vector units: vector.fp32 is missing")
+        if "fp32" not in self.io_formats:
+            raise ValueError("io_formats must hold fp32")
         if self.tier.storage not in self.io_formats:
             raise ValueError(f"tier.storage {self.tier.storage!r} is not in io_formats")
         for choice in {c for ladder in self._ladders() for c in ladder}:
             rate = f"{choice.format}@{choice.accumulate}"
-            if rate not in self.matrix and rate not in self.vector:
+            if not self.totals_only and rate not in self.matrix and rate not in self.vector:
                 raise ValueError(f"tier names {rate!r}, which has no rate")
             if any(r.name == "mx32" for r in split_recipe(choice.recipe)) and choice.format not in self.mx_formats:
                 raise ValueError(f"tier scales {choice.format!r} by mx32, but it is not in mx_formats")
         if (self.kind == "cpu") != bool(self.cpu_flags):
             raise ValueError("cpu_flags belong to CPU profiles, and each needs some")
+        if (self.kind == "cpu") != (self.single_unit_bandwidth_bytes_per_s is not None):
+            raise ValueError("single_unit_bandwidth_bytes_per_s belongs to CPU profiles, and each needs it")
+        if (self.isa_default or self.kind == "cpu") and self.reference is None:
+            raise ValueError("reference is missing: an instruction set's default and CPU profiles name one")
         return self
 
     def _ladders(self) -> tuple[tuple[Choice, ...], ...]:
@@ -270,87 +302,3 @@ class Architecture(BaseModel):
             raise ValueError(f"fp8_flavour is {self.fp8_flavour!r}, but {sorted(flavours)} formats are used")
         if self.fp8_flavour == "fnuz" and not self.isa.startswith("gfx94"):
             raise ValueError(f"fp8_flavour 'fnuz' exists on gfx94x only, not on {self.isa}")
-
-
-class Interconnect(BaseModel):
-    """The fastest link to a peer device. Bidirectional, as vendors state it; one way is half."""
-
-    model_config = _STRICT
-
-    kind: Text
-    bidirectional_bytes_per_s: Annotated[float, Field(ge=1e9, le=1e13)]
-
-
-class DeviceRow(BaseModel):
-    """One product. All quantities are per *logical device* (what torch shows as one device), except those
-    whose name ends in `_per_card`, which are the vendor's figures for a card of `logical_devices` such
-    devices.
-
-    `memory_bytes` is what the runtime reports where a dump was read, else nominal. `stated_*_per_card` are
-    the vendor's dense peaks; each must agree with the derived peak within 3 % or be listed, keyed
-    "vector.fp32@fp32" or "matrix.bf16@fp32", in `known_disagreements` with the reason.
-    """
-
-    model_config = _STRICT
-
-    id: Annotated[str, Field(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")]
-    name: Text
-    arch: str
-    aliases: tuple[Text, ...] = ()
-    detect_names: tuple[Text, ...] = ()
-    year: Annotated[int, Field(ge=2010, le=2035)]
-    units: Annotated[int, Field(ge=1, le=2048)]
-    logical_devices: Annotated[int, Field(ge=1, le=16)] = 1
-    vector_clock_mhz: ClockMhz
-    matrix_clock_mhz: ClockMhz | None = None
-    memory_bytes: Annotated[int, Field(ge=10**8, le=10**13)]
-    memory_type: Text
-    memory_bandwidth_bytes_per_s: Bandwidth
-    l2_bytes: Annotated[int, Field(ge=2**16, le=2**30)] | None = None
-    llc_bytes: Annotated[int, Field(ge=2**20, le=2**33)] | None = None
-    interconnect: Interconnect | None = None
-    tdp_w_per_card: Annotated[float, Field(ge=1, le=5000)]
-    stated_vector_tflops_per_card: dict[str, Tflops] = {}
-    stated_matrix_tflops_per_card: dict[str, Tflops] = {}
-    known_disagreements: dict[str, Text] = {}
-    source: Annotated[tuple[Text, ...], Field(min_length=1)]
-    confidence: Literal["A", "B", "C"]
-    note: str = ""
-
-    @field_validator("stated_vector_tflops_per_card", "stated_matrix_tflops_per_card", mode="after")
-    @classmethod
-    def _stated_are_keyed(cls, stated: dict[str, float]) -> dict[str, float]:
-        return _canonical_rates(stated)
-
-
-def parse_architecture(data: Mapping[str, Any], file: str) -> Architecture:
-    """Validate a merged profile table; `HardwareDataError` names `file` and the offending key."""
-    return _parse(Architecture, data, file, f"architecture {data.get('key', '?')!r}")
-
-
-def parse_device(data: Mapping[str, Any], file: str) -> DeviceRow:
-    """Validate a device table; `HardwareDataError` names `file` and the offending key."""
-    return _parse(DeviceRow, data, file, f"device {data.get('id', '?')!r}")
-
-
-def _parse(model: type[_ModelT], data: Mapping[str, Any], file: str, record: str) -> _ModelT:
-    try:
-        # through JSON: strict types, while arrays may still fill tuples and tables may fill nested models
-        return model.model_validate_json(json.dumps(data, default=str))
-    except ValidationError as error:
-        raise HardwareDataError(f"{file}: {record}: {'; '.join(_explain(model, error))}.") from None
-
-
-def _explain(model: type[BaseModel], error: ValidationError) -> list[str]:
-    sentences = []
-    for item in error.errors(include_url=False):
-        key = ".".join(str(part) for part in item["loc"]) or "the record as a whole"
-        text = item["msg"].removeprefix("Value error, ")
-        if item["type"] == "extra_forbidden" and len(item["loc"]) == 1:
-            text = f"unknown key; allowed: {', '.join(sorted(model.model_fields))}"
-        elif item["type"] == "extra_forbidden":
-            text = "unknown key"
-        elif item["type"] != "missing" and not isinstance(item["input"], dict | list):
-            text = f"{text} (got {item['input']!r})"
-        sentences.append(f"{key}: {text}")
-    return sentences

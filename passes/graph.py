@@ -6,6 +6,7 @@ put to the *root* of a value: the node that last computed it.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterator
 
@@ -37,6 +38,7 @@ SLICE_OPS = frozenset(
 CAST_OPS = frozenset({"prims.convert_element_type", "aten._to_copy", "aten.to"})
 
 
+@functools.cache
 def op_name(target: object) -> str:
     """`aten.mm` for `aten.mm.default`: namespace and packet, without the overload; `''` for what is no operator."""
     if target is aten.view.dtype:
@@ -61,7 +63,10 @@ def value_of(node: fx.Node) -> torch.Tensor | None:
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     """All (fake) tensors of a node's result, also those inside a tuple."""
-    return [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [v for v in tree_leaves(value) if isinstance(v, torch.Tensor)]
 
 
 def is_float(node: fx.Node) -> bool:
@@ -149,7 +154,14 @@ def numel_of(tensor: torch.Tensor) -> int:
 
 def operands(node: fx.Node) -> list[fx.Node]:
     """The nodes a call reads, in argument order, repeated ones repeated."""
-    return [leaf for leaf in tree_leaves((node.args, dict(node.kwargs))) if isinstance(leaf, fx.Node)]
+    found: list[fx.Node] = []
+
+    def take(operand: fx.Node) -> fx.Node:
+        found.append(operand)
+        return operand
+
+    fx.node.map_arg((node.args, node.kwargs), take)
+    return found
 
 
 def calls(gm: fx.GraphModule) -> Iterator[fx.Node]:

@@ -147,12 +147,17 @@ class PlanDifference(_Model):
 
 
 class PrecisionPlan(_Model):
-    """All decisions for one model on one device."""
+    """All decisions for one model on one device.
+
+    `hardware_data` says, one sentence each, what a reader should know of the device's figures: recalled or estimated
+    ones, the user's files that changed them, the measurement that replaced them. Empty where they are as published.
+    """
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
     dsmp: str
     torch: str
     hardware: str
+    hardware_data: list[str] = Field(default_factory=list)
     model: ModelInfo
     budget: float | None = None
     prediction: Prediction

@@ -2,7 +2,8 @@
 
 For a GEMM the device's ladder is walked from the most aggressive choice down. A choice is passed over when it is no
 narrower than the traced dtype, when a veto bars it, when the device's verdict refuses it, or, for 8-bit formats, when
-quantising costs more than the faster multiplication saves. What was passed over, and why, is told in the reason.
+quantising costs more than the faster multiplication saves. On a calibrated device a format whose GEMMs were measured to
+be no faster than fp32's is passed over as well. What was passed over, and why, is told in the reason.
 Every other operator keeps its traced precision; its result is stored in the tier's storage format when only narrow
 GEMMs read it. User rules come last and win.
 
@@ -22,13 +23,14 @@ from ..hardware_db.capability import Device
 from ..hardware_db.formats import get_format, split_recipe
 from ..hardware_db.schema import Choice, OpClass
 from .cast_motion import operand_storage
-from .cost import CostModel, flops_of, format_of
+from .cost import CostModel, format_of
 from .gemm import gemm_op, operand_nodes
 from .graph import FLOAT_DTYPES, calls, float_dtype, is_getitem, root, shape_of, tensors_of, value_of
 from .keys import WGRAD, NodeKey, key_of
 from .op_rules import Policy, class_of, is_known, rule_of
 from .plan import GEMM_CLASSES, Decision, Reason, Rule
 from .vetoes import Veto, find_vetoes
+from .workload import flops_of
 
 _STORABLE = ("fp64", "fp32", "bf16", "fp16")
 # How a rule's format is scaled where the device's ladder does not say.
@@ -110,7 +112,7 @@ class _Selector:
         if forced is not None:
             return self._gemm_forced(node, key, traced, forced)
         refusals: list[str] = []
-        allowed = [c for c in self.device.ladder(_class(key)) if self._allowed(node, key, traced, c, refusals)]
+        allowed = [c for c in self._ladder(key) if self._allowed(node, key, traced, c, refusals)]
         allowed.append(Choice(format=traced, accumulate=sum_format(traced)))
         flops = self.flops[node]
         times = {
@@ -120,7 +122,8 @@ class _Selector:
         code = "tier"
         if get_format(chosen.format).storage_bits <= 8:
             wider = next(c for c in allowed if get_format(c.format).storage_bits > 8)
-            if times[chosen.format] >= times[wider.format]:
+            # a device may have no rate for what was traced (bf16 on one without bf16 units): nothing to compare
+            if wider.format in times and times[chosen.format] >= times[wider.format]:
                 refusals.append(
                     f"{chosen.format} does not pay: {1e6 * times[chosen.format]:.1f} us with quantisation, "
                     f"{wider.format} takes {1e6 * times[wider.format]:.1f} us"
@@ -150,15 +153,32 @@ class _Selector:
             if veto.bars(choice.format):
                 refusals.append(f"no {choice.format}: {veto.text}")
                 return False
+        slow = self.device.slower_than_fp32(choice.format, choice.accumulate) if traced == "fp32" else None
+        if slow is not None:
+            refusals.append(
+                f"no {choice.format}: its GEMMs measured {slow:.2g} times as fast as fp32's on this device "
+                f"({', '.join(self.device.overlays)})"
+            )
+            return False
         verdict = self.device.supports(_class(key), None, choice.format, choice.accumulate)
         if not verdict.ok:
             refusals.append(verdict.reason.rstrip("."))
         return verdict.ok
 
+    def _ladder(self, key: NodeKey) -> tuple[Choice, ...]:
+        """The device's ladder, below the 16-bit formats that were measured to be slow and so must be spoken of."""
+        ladder = self.device.ladder(_class(key))
+        named = {c.format for c in ladder}
+        slow = [f for f in ("bf16", "fp16") if f not in named and self.device.slower_than_fp32(f) is not None]
+        return (*map(Choice, slow), *ladder)
+
     def _refusal_code(self, key: NodeKey, traced: str) -> str:
-        ladder = [c for c in self.device.ladder(_class(key)) if _narrower(c.format, traced)]
+        ladder = [c for c in self._ladder(key) if _narrower(c.format, traced)]
         barring: list[Veto] = [v for v in self.vetoes.get(key, ()) if ladder and v.bars(ladder[0].format)]
-        return barring[0].code if barring else "verdict"
+        if barring:
+            return barring[0].code
+        measured = ladder and self.device.slower_than_fp32(ladder[0].format, ladder[0].accumulate) is not None
+        return "measured" if measured else "verdict"
 
     def _gemm_forced(self, node: fx.Node, key: NodeKey, traced: str, rule: Rule) -> _Formats:
         ladder = [c for c in self.device.ladder(_class(key)) if c.format == rule.format]

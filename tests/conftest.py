@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +26,8 @@ class _RootIsNoTestPackage:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # what somebody has calibrated on this machine must not change what tests see
+    os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="dsmp-config-")
     config.pluginmanager.register(_RootIsNoTestPackage())
 
 

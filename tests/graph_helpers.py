@@ -11,11 +11,20 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from dsmp.compiler.capture import CapturedGraph
 from dsmp.compiler.saved_activations import copy_graph
+from dsmp.hardware_db import load_catalog
 from dsmp.passes.gemm import gemm_op
 from dsmp.passes.graph import calls, concrete, float_dtype, node_op, placeholders
 from dsmp.passes.keys import ModuleNames, assign_keys, key_of
 from dsmp.passes.plan import Decision, Reason
 
+ONE_PER_TIER = sorted(
+    {
+        profile.tier.model_dump_json(): profile.reference
+        for profile in reversed(load_catalog().architectures.values())
+        if profile.reference is not None
+    }.values()
+)
+"""One device for each precision tier that the catalogue has."""
 FORMATS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 

@@ -243,6 +243,7 @@ def test_bad_models(folder: Path) -> None:
 def test_options_that_do_not_fit(a100: Path) -> None:
     assert "'--hardware'" in error_of(run("report", a100, "--hardware", "h800"))
     assert "'--rule'" in error_of(run("report", a100, "--rule", "*=fp32"))
+    assert "'--hardware-file'" in error_of(run("report", a100, "--hardware-file", "mine.toml"))
     assert "'--infer' got 'no MODEL'" in error_of(run("report", "--infer"))
     assert "'--match' got 'no MODEL'" in error_of(run("report", "--match", "x"))
 
@@ -278,7 +279,12 @@ def test_version_and_help_need_no_torch() -> None:
         "except SystemExit as end: assert not end.code, end.code\n"
         "assert 'torch' not in sys.modules"
     )
-    for arguments, words in ((["--version"], "dsmp "), (["--help"], "report"), (["report", "--help"], "--hardware")):
+    for arguments, words in (
+        (["--version"], "dsmp "),
+        (["--help"], "hardware"),
+        (["report", "--help"], "--hardware-file"),
+        (["hardware", "calibrate", "--help"], "--quick"),
+    ):
         done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         assert words in re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)

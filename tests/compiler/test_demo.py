@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 import dsmp.compiler.demo
 from dsmp.compiler.cli import app
+from dsmp.compiler.console import Printer
 from dsmp.compiler.demo import DEMO_DEVICES, Demo, _compiler_failure, _no_compiler, run_demo
-from dsmp.compiler.render import Printer
 from dsmp.compiler.render_demo import print_demo
 from dsmp.hardware_db.detect import detect, resolve_hardware
 

@@ -19,6 +19,7 @@ from dsmp.compiler.backend import dsmp as backend
 from dsmp.compiler.options import Options, parse_options
 from dsmp.errors import (
     DsmpError,
+    HardwareDataError,
     InvalidOptionError,
     PlanHardwareError,
     PlanSchemaError,
@@ -63,12 +64,18 @@ def test_all_options_together(plan: dsmp.PrecisionPlan, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "told"),
     [
-        ({"hardwere": "h800"}, UnknownOptionError, "unknown option 'hardwere'. Did you mean 'hardware'?"),
-        ({"budget_": 1}, UnknownOptionError, "Known: executor, hardware, plan, rules, strict"),
+        (
+            {"hardwere": "h800"},
+            UnknownOptionError,
+            "unknown option 'hardwere'. Did you mean 'hardware'",
+        ),
+        ({"budget_": 1}, UnknownOptionError, "Known: executor, hardware, hardware_file, plan, rules, strict"),
         ({"hardware": "h8000"}, UnknownHardwareError, "Did you mean 'h800'"),
         ({"hardware": "h-8000"}, UnknownHardwareError, "Did you mean 'h800'"),
-        ({"hardware": ""}, UnknownHardwareError, "Known: a100"),
+        ({"hardware": ""}, UnknownHardwareError, "`dsmp hardware list` shows all"),
         ({"hardware": 3}, InvalidOptionError, "option 'hardware' got 3; allowed: a device name"),
+        ({"hardware_file": 3}, InvalidOptionError, "option 'hardware_file' got 3; allowed: the path of a TOML file"),
+        ({"hardware_file": "absent.toml"}, HardwareDataError, "no such hardware data file"),
         ({"executor": "inductr"}, InvalidOptionError, "allowed: 'inductor' or 'eager'"),
         ({"executor": ["eager"]}, InvalidOptionError, "allowed: 'inductor' or 'eager'"),
         ({"executor": None}, InvalidOptionError, "allowed: 'inductor' or 'eager'"),

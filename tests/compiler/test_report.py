@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dsmp.compiler.capture import Capture, capture
+from dsmp.compiler.console import Printer, bytes_text, digits
 from dsmp.compiler.pipeline import make_plan
-from dsmp.compiler.render import Printer, bytes_text, digits, print_diff, print_report
+from dsmp.compiler.render import print_diff, print_report
 from dsmp.compiler.report import (
     RunFacts,
     choose,
@@ -318,6 +319,13 @@ def test_report_summary() -> None:
     assert "10 µs, fp32 20 µs (2.00x as fast)" in text
     assert "600 B, fp32 1 kB (-40 %)" in text
     assert "capture 1.2 s, planning 0.5 s; peak memory of this process 1 GB" in text
+
+
+def test_report_says_what_to_know_of_the_figures() -> None:
+    plan = long_plan()
+    assert "hardware data" not in rendered(plan)
+    told = plan.model_copy(update={"hardware_data": ["figures are recalled", "changed by mine.toml"]})
+    assert "hardware data: figures are recalled; changed by mine.toml\n" in rendered(told)
 
 
 def test_report_of_every_node() -> None:

@@ -54,8 +54,8 @@ def test_ladders_are_supported_or_refused_with_a_reason(name):
         for choice in ladder:
             verdict = device.supports(op_class, None, choice.format, choice.accumulate)
             if not verdict:
-                assert op_class == "conv" and choice.format.startswith("fp8"), verdict
-                assert "no fp8" in verdict.reason and "serve GEMMs only" in verdict.reason
+                assert op_class in ("conv", "grouped_mm") and choice.format.startswith("fp8"), verdict
+                assert "no fp8" in verdict.reason and "GEMMs only" in verdict.reason
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,11 @@ def test_the_tier_is_the_designs(name, op_class, ladder):
 
 
 def test_storage_formats():
-    wide = {"v100", "t4", "a100", "mi250x", "cpu-avx2", "cpu-avx512"}
-    assert {n for n in names() if resolve(n).storage == "fp32"} == wide
-    assert {resolve(n).storage for n in names() if n not in wide} == {"bf16"}
+    wide = ("k80", "v100", "t4", "a100", "a40", "mi250x", "mi100", "rx-6900-xt", "apple-m1", "cpu-avx2", "cpu-avx512")
+    narrow = ("h100", "b200", "mi300x", "mi355x", "rtx-3090", "rtx-4090", "rx-9070-xt", "max-1550", "tpu-v4", "cpu-amx")
+    assert {resolve(n).storage for n in wide} == {"fp32"}
+    assert {resolve(n).storage for n in narrow} == {"bf16"}
+    assert {resolve(n).storage for n in names()} <= {"fp32", "bf16", "fp16"}
 
 
 @pytest.mark.parametrize("name", ["v100", "t4", "cpu-avx2", "cpu-avx512"])

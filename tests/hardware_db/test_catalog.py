@@ -6,7 +6,8 @@ import pytest
 
 from dsmp.errors import AmbiguousHardwareError, UnknownHardwareError
 from dsmp.hardware_db import load_catalog, names, resolve
-from dsmp.hardware_db.catalog import normalise, strip_vendor
+from dsmp.hardware_db.device_row import GROUPS
+from dsmp.hardware_db.names import normalise, strip_vendor
 
 CATALOG = load_catalog()
 FIRST_DOZEN = ["v100", "t4", "a100", "h100", "h800", "h200", "h20", "b200", "mi250x", "mi300x", "cpu-avx2", "cpu-amx"]
@@ -42,6 +43,8 @@ PUBLISHED = {
 
 def _stated():
     for row in CATALOG.rows.values():
+        if CATALOG.profile(row.id).totals_only:
+            continue
         for domain, stated in (
             ("vector", row.stated_vector_tflops_per_card),
             ("matrix", row.stated_matrix_tflops_per_card),
@@ -60,9 +63,13 @@ def test_derived_peaks_agree_with_stated_ones(row, domain, key, tflops):
     assert off == (f"{domain}.{key}" in row.known_disagreements), f"{derived} against {tflops}"
 
 
-def test_the_only_known_disagreement_is_h20_fp32():
-    known = {(r.id, k) for r in CATALOG.rows.values() for k in r.known_disagreements}
-    assert known == {("h20", "vector.fp32@fp32")}
+def test_known_disagreements_have_reasons_and_are_few():
+    known = {(r.id, k): reason for r in CATALOG.rows.values() for k, reason in r.known_disagreements.items()}
+    assert ("h20", "vector.fp32@fp32") in known
+    assert all(len(reason) > 20 for reason in known.values())
+    assert len(known) < 0.1 * sum(
+        len(r.stated_vector_tflops_per_card) + len(r.stated_matrix_tflops_per_card) for r in CATALOG.rows.values()
+    )
     assert resolve("h20").peak("fp32") == pytest.approx(39.5e12, rel=0.003)
 
 
@@ -82,39 +89,10 @@ def test_sparse_rates_are_never_stored():
     assert resolve("v100").profile.sparsity_factor == 1
 
 
-@pytest.mark.parametrize("name", ["h800", "h20"])
-def test_export_parts_do_not_inherit_fp64(name):
-    device = resolve(name)
-    assert "fp64@fp64" not in device.profile.matrix
-    assert device.peak("fp64") == pytest.approx(1e12, rel=0.01)
-    assert resolve("h100").peak("fp64") > 60e12
-    assert device.profile.parent == "nv.sm_90"
-
-
-def test_export_parts_differ_where_they_were_cut_and_only_there():
-    h100, h800, h20 = resolve("h100"), resolve("h800"), resolve("h20")
-    assert h800.peak("fp8_e4m3") == h100.peak("fp8_e4m3")
-    assert (h800.link_bandwidth, h100.link_bandwidth, h20.link_bandwidth) == (200e9, 450e9, 450e9)
-    assert h20.peak("bf16") / h20.units == pytest.approx(h100.peak("bf16") / h100.units / 4)
-
-
-def test_an_mi250x_is_one_of_two_logical_devices():
-    device, row = resolve("mi250x"), CATALOG.rows["mi250x"]
-    assert (device.logical_devices, device.units) == (2, 110)
-    assert device.peak("fp16") * 2 == pytest.approx(383e12, rel=0.01)
-    assert row.stated_matrix_tflops_per_card["fp16@fp32"] == 383
-    assert device.memory_bytes == 65520 * 2**20
-    assert all(resolve(n).logical_devices == 1 for n in names() if n != "mi250x")
-
-
-def test_only_gfx94x_has_fnuz_formats():
-    for profile in CATALOG.architectures.values():
-        rated = {k.partition("@")[0] for k in (*profile.vector, *profile.matrix)}
-        fp8 = {f for f in rated if f.startswith("fp8")}
-        if profile.isa.startswith("gfx94"):
-            assert fp8 == {"fp8_e4m3fnuz", "fp8_e5m2fnuz"}
-        else:
-            assert not any(f.endswith("fnuz") for f in fp8)
+# (profile prefix, wider, narrower): where the narrower format really is slower, or no faster is all that is claimed
+SLOWER_WHEN_NARROWER = {
+    ("amd.gfx908", "fp16", "bf16"): "MI100's bf16 matrix instructions run at half rate",
+}
 
 
 def test_narrower_formats_are_not_slower_on_matrix_units():
@@ -128,21 +106,50 @@ def test_narrower_formats_are_not_slower_on_matrix_units():
         assert rates == sorted(rates), profile.key
 
 
-def test_the_first_dozen_are_there_and_sourced():
-    assert set(FIRST_DOZEN) <= set(names())
-    for name in names():
-        row = CATALOG.rows[name]
-        assert row.source and (row.confidence == "A" or name.startswith("cpu-"))
-        assert not resolve(name).estimated
-
-
-def test_every_isa_has_exactly_one_default_profile_and_every_cpu_profile_one_row():
-    gpu = [p for p in CATALOG.architectures.values() if p.kind == "gpu"]
-    for isa in {p.isa for p in gpu}:
-        assert sum(p.isa_default for p in gpu if p.isa == isa) == 1, isa
+def test_bf16_is_as_fast_as_fp16_but_where_listed():
     for profile in CATALOG.architectures.values():
-        if profile.kind == "cpu":
-            assert sum(r.arch == profile.key for r in CATALOG.rows.values()) == 1, profile.key
+        bf16, fp16 = (profile.matrix.get(f"{f}@fp32") for f in ("bf16", "fp16"))
+        if bf16 and fp16 and bf16 != fp16:
+            assert bf16 > fp16 or (profile.key, "fp16", "bf16") in SLOWER_WHEN_NARROWER, profile.key
+
+
+def test_the_list_is_long_and_every_value_group_is_sourced():
+    products = {n for n in FIRST_DOZEN if not n.startswith("cpu-")}
+    assert {*products, "rtx-4090", "b300", "epyc-7763"} <= set(names())
+    assert len(names()) >= 300
+    for row in CATALOG.rows.values():
+        for group in GROUPS:
+            assert row.source_of(group) and row.confidence_of(group) in "ABC", (row.id, group)
+        assert row.stated_matrix_tflops_per_card or not CATALOG.profile(row.id).totals_only, row.id
+    assert sum(r.worst_confidence != "C" for r in CATALOG.rows.values()) >= 220
+
+
+def test_units_times_lanes_are_the_vendors_cores():
+    checked = [r for r in CATALOG.rows.values() if r.cores is not None and CATALOG.profile(r.id).lanes_per_unit]
+    assert len(checked) >= 100
+    for row in checked:
+        assert row.cores == row.units * CATALOG.profile(row.id).lanes_per_unit, row.id
+
+
+def test_figures_are_plausible():
+    for device in CATALOG.devices():
+        assert 0.02e12 < device.peak("fp32") < 1.5e15, device.id
+        assert device.memory_bytes > 1e9 and 2e9 <= device.memory_bandwidth <= 2.4e13, device.id
+        # no GPU computes fewer than 2 or more than 3,000 fp32 operations a byte
+        assert 1 < device.peak("fp32") / device.memory_bandwidth < 3000, device.id
+        if device.link_bandwidth is not None and device.kind == "gpu":
+            assert device.link_bandwidth <= device.memory_bandwidth, device.id
+        if device.l2_bytes is not None:
+            assert device.l2_bytes < device.memory_bytes / 4, device.id
+
+
+def test_every_isa_has_exactly_one_default_profile_and_every_cpu_profile_a_reference():
+    accelerators = [p for p in CATALOG.architectures.values() if p.kind != "cpu"]
+    for isa in {p.isa for p in accelerators}:
+        assert sum(p.isa_default for p in accelerators if p.isa == isa) == 1, isa
+    for profile in CATALOG.architectures.values():
+        if profile.kind == "cpu" or profile.isa_default:
+            assert CATALOG.class_device(profile).profile is profile
 
 
 @pytest.mark.parametrize(
@@ -163,14 +170,22 @@ def test_every_isa_has_exactly_one_default_profile_and_every_cpu_profile_one_row
         ("A100 80GB", "a100"),
         ("sm_80", "a100"),
         ("SM_100", "b200"),
-        ("volta", "v100"),
         ("gfx90a", "mi250x"),
         ("GFX942", "mi300x"),
         ("AMD Instinct MI300X", "mi300x"),
         ("Instinct MI250X", "mi250x"),
-        ("epyc 7763", "cpu-avx2"),
-        ("Xeon Platinum 8480+", "cpu-amx"),
+        ("epyc 7763", "epyc-7763"),
+        ("Xeon Platinum 8480+", "xeon-8480"),
         ("CPU_AMX", "cpu-amx"),
+        ("cpu.avx2", "cpu-avx2"),
+        ("nv-sm-86-half", "nv-sm-86-half"),
+        ("GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA L40S", "l40s"),
+        ("L4", "l4"),
+        ("T400", "t400"),
+        ("AMD Radeon RX 7900 XTX", "rx-7900-xtx"),
+        ("sm_90", "h100"),
+        ("gfx1100", "rx-7900-xtx"),
     ],
 )
 def test_names_people_type(name, device):
@@ -178,16 +193,23 @@ def test_names_people_type(name, device):
 
 
 @pytest.mark.parametrize(
-    ("name", "fitting"),
-    [("sm_90", "h100, h20, h200, h800"), ("Hopper", "h100, h20, h200, h800"), ("cpu", "cpu-amx, cpu-avx2")],
+    ("name", "fitting"), [("Hopper", ("h100", "h20", "more")), ("CDNA3", ("mi300x",)), ("cpu", ("and", "more"))]
 )
 def test_names_that_fit_several_devices_are_ambiguous(name, fitting):
-    with pytest.raises(AmbiguousHardwareError, match=f"'{name}' is ambiguous. Name one of: {fitting}"):
+    with pytest.raises(AmbiguousHardwareError, match=f"'{name}' is ambiguous. Name one of: ") as caught:
         resolve(name)
+    assert all(f in str(caught.value) for f in fitting)
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("h8000", "'h800'"), ("mi300", "'mi300x'"), ("A100-SXMM", "'A100-SXM'"), ("v10", "'v100'")]
+    ("name", "hint"),
+    [
+        ("h8000", "'h800'"),
+        ("mi300y", "'mi300x'"),
+        ("A100-SXMM", "'a100'"),
+        ("v10", "'v100'"),
+        ("rtx4009", "'rtx-4090'"),
+    ],
 )
 def test_unknown_names_get_near_matches(name, hint):
     with pytest.raises(UnknownHardwareError) as caught:
@@ -195,7 +217,7 @@ def test_unknown_names_get_near_matches(name, hint):
     assert "Did you mean" in str(caught.value) and hint in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["L4", "T400", "A1000", "h", "", "sm_9", "nvidia"])
+@pytest.mark.parametrize("name", ["h", "", "sm_9", "4090x2", "RTX"])
 def test_no_name_matches_by_substring(name):
     with pytest.raises(UnknownHardwareError):
         resolve(name)

@@ -9,14 +9,8 @@ import pytest
 
 from dsmp.errors import HardwareDataError
 from dsmp.hardware_db.catalog import build_catalog
-from dsmp.hardware_db.schema import (
-    OP_CLASSES,
-    Choice,
-    canonical_rate_key,
-    natural_accumulator,
-    parse_architecture,
-    parse_device,
-)
+from dsmp.hardware_db.parsing import parse_architectures, parse_devices
+from dsmp.hardware_db.schema import OP_CLASSES, Choice, canonical_rate_key, natural_accumulator
 
 ARCHITECTURE = """
 key = "nv.sm_1"
@@ -25,6 +19,7 @@ family = "Test"
 kind = "gpu"
 isa = "sm_1"
 unit_kind = "SM"
+lanes_per_unit = 64
 io_formats = ["fp32", "fp16"]
 launch_overhead_s = 7e-6
 launch_overhead_source = "assumed"
@@ -36,17 +31,13 @@ tier.storage = "fp32"
 tier.linear = [{ format = "fp16", recipe = "tensor" }, { format = "fp32" }]
 tier.conv = [{ format = "fp32" }]
 tier.attention = [{ format = "fp32" }]
-
-[estimate]
-vector_clock_mhz = 1000
-matrix_clock_mhz = 1000
-memory_bandwidth_bytes_per_s_per_unit = 1e10
 """
 
 DEVICE = """
 id = "x1"
 name = "Test X1"
 arch = "nv.sm_1"
+segment = "datacenter"
 year = 2020
 units = 10
 vector_clock_mhz = 1000
@@ -54,8 +45,8 @@ memory_bytes = 1000000000
 memory_type = "HBM"
 memory_bandwidth_bytes_per_s = 1e11
 tdp_w_per_card = 100
-source = ["none"]
-confidence = "A"
+sources.all = ["none"]
+confidence.all = "A"
 """
 
 
@@ -72,6 +63,14 @@ def _edited(text: str, path: str, value: object) -> dict:
     return data
 
 
+def parse_architecture(table: dict, file: str):
+    return parse_architectures({table["key"]: (file, table)})[table["key"]]
+
+
+def parse_device(table: dict, file: str):
+    return parse_devices({table["id"]: (file, table)})[table["id"]]
+
+
 def test_the_valid_records_pass():
     assert parse_architecture(tomllib.loads(ARCHITECTURE), "a.toml").matrix == {"fp16@fp32": 1024}
     assert parse_device(tomllib.loads(DEVICE), "d.toml").units == 10
@@ -80,13 +79,21 @@ def test_the_valid_records_pass():
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("vectr", {}, "vectr: unknown key; allowed: "),
+        ("vectr", {}, "vectr: unknown key (did you mean vector or vendor?)"),
+        ("zzz", {}, "zzz: unknown key; allowed: accumulation, cpu_family"),
         ("family", None, "family: Field required"),
         ("vector/fp33", 1.0, "unknown format 'fp33'"),
         ("matrix/fp16@fp8_e4m3", 1.0, "is not one of fp64, fp32"),
         ("vector/fp32", -1, "vector.fp32: Input should be greater than 0"),
         ("vector/fp32", "128", "vector.fp32: Input should be a valid number"),
         ("vector", {"fp64": 2}, "every architecture computes fp32"),
+        ("io_formats", ["fp16"], "io_formats must hold fp32"),
+        ("totals_only", True, "totals_only profiles have no vector or matrix rates"),
+        ("isa_default", True, "reference is missing"),
+        ("single_unit_bandwidth_bytes_per_s", 1e9, "belongs to CPU profiles"),
+        ("vendor", "nvidea", "vendor: Input should be 'nvidia', 'amd'"),
+        ("sparsity_factor", 4, "sparsity_factor: Input should be 1 or 2"),
+        ("lanes_per_unit", 0, "lanes_per_unit: Input should be greater than or equal to 1"),
         ("matrix/fp8_e4m3@fp32", 2048, "fp8_flavour is None, but ['ocp']"),
         ("io_formats", ["fp32", "bf17"], "unknown format 'bf17'"),
         ("efficiency/memory", 9.2, "efficiency.memory: Input should be less than or equal to 1.2"),
@@ -125,9 +132,18 @@ def test_bad_architectures_name_file_record_and_key(path, value, message):
         ("memory_bandwidth_bytes_per_s", 900, "memory_bandwidth_bytes_per_s: Input should be greater"),
         ("memory_bandwidth_bytes_per_s", 5.3e13, "memory_bandwidth_bytes_per_s: Input should be less"),
         ("memory_bandwidth_bytes_per_s", float("nan"), "memory_bandwidth_bytes_per_s"),
-        ("memory_gb", 80, "memory_gb: unknown key; allowed: aliases, arch"),
-        ("confidence", "D", "confidence: Input should be 'A', 'B' or 'C'"),
-        ("source", [], "source: Tuple should have at least 1 item"),
+        ("memory_gb", 80, "memory_gb: unknown key (did you mean memory_bytes or memory_type?); allowed: aliases, arch"),
+        ("confidence/all", "D", "confidence.all: Input should be 'A', 'B' or 'C'"),
+        (
+            "confidence",
+            {"clocks": "A"},
+            "nothing is said of structure, memory, link, power, peaks; give them, or 'all'",
+        ),
+        ("sources/all", [], "sources.all: Tuple should have at least 1 item"),
+        ("sources/clock", ["x y"], "sources.clock"),
+        ("pci_ids", ["0x74A1"], "pci_ids.0: String should match pattern"),
+        ("segment", "server", "segment: Input should be 'datacenter', 'workstation'"),
+        ("matrix_clock_mhz", 90, "matrix_clock_mhz: Input should be greater than or equal to 200"),
         ("id", "X 1", "id: String should match pattern"),
         ("stated_matrix_tflops_per_card", {"fp17": 1.0}, "unknown format 'fp17'"),
         ("interconnect", {"kind": "NVLink"}, "interconnect.bidirectional_bytes_per_s: Field required"),
@@ -151,7 +167,7 @@ def test_fnuz_fp8_exists_on_gfx94x_only():
 
 
 def _files(architectures: str, devices: str = "") -> dict[str, str]:
-    head = "[[architecture]]\n" + ARCHITECTURE.replace("[estimate]", "[architecture.estimate]")
+    head = "[[architecture]]\n" + ARCHITECTURE
     return {"a.toml": head + architectures, "d.toml": devices}
 
 
@@ -198,6 +214,8 @@ def test_bad_inheritance_is_refused(extra, message):
         ('stated_matrix_tflops_per_card = { "fp16@fp32" = 20.48 }', "twice as much: state the dense peak"),
         ('stated_matrix_tflops_per_card = { "bf16@fp32" = 10 }', "matrix.bf16@fp32: a peak is stated, but no rate"),
         ('known_disagreements = { "vector.fp32@fp32" = "reason" }', "agree or are not stated"),
+        ("cores = 641", "cores: 641 are not 10 units of 64 lanes (640)"),
+        ("assumed_fp32_share = 0.5", "assumed_fp32_share: nv.sm_1 has rates, nothing needs assuming"),
         ('arch = "nv.sm_2"', "arch: no profile 'nv.sm_2'; did you mean nv.sm_1"),
     ],
 )
@@ -223,7 +241,7 @@ def test_a_sparse_number_cannot_be_excused():
         ("[[device]\n", "bad.toml: not valid TOML"),
         ("[[gadget]]\n", "bad.toml: gadget: allowed are"),
         ("device = 3\n", "bad.toml: device: allowed are"),
-        (f"[[device]]\n{DEVICE}\n[[device]]\n{DEVICE}", "bad.toml: device 'x1' appears twice"),
+        (f"[[device]]\n{DEVICE}\n[[device]]\n{DEVICE}", "bad.toml: device 'x1' is already in bad.toml"),
     ],
 )
 def test_malformed_files_are_refused(text, message):

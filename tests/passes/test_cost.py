@@ -15,9 +15,11 @@ from torch import fx, nn
 from dsmp.compiler.capture import capture
 from dsmp.hardware_db import resolve
 from dsmp.hardware_db.formats import split_recipe
-from dsmp.passes.cost import CostModel, flops_of, format_of, storage_bytes
+from dsmp.hardware_db.work import GemmShape
+from dsmp.passes.cost import CostModel, format_of, storage_bytes
 from dsmp.passes.gemm import gemm_op
 from dsmp.passes.graph import calls, placeholders
+from dsmp.passes.workload import flops_of
 
 NONE = split_recipe("none")
 FP8 = split_recipe("1x128/128x128")
@@ -168,7 +170,9 @@ def test_larger_products_take_no_less_time(size, axis, what):
 def test_a_large_product_takes_its_flops_over_the_rate():
     h800 = resolve("h800")
     size = (16384, 16384, 16384)
-    busy = 2 * math.prod(size) / (h800.peak("bf16") * h800.efficiency.compute_for("bf16"))
+    occupied = GemmShape(m=16384, n=16384, k=16384).occupancy(132)
+    assert occupied > 0.99
+    busy = 2 * math.prod(size) / (h800.peak("bf16") * h800.efficiency.compute_for("bf16") * occupied)
     cast = 16384**2 * (4 + 2) / (h800.memory_bandwidth * h800.efficiency.memory)
     expected = busy + cast + 2 * h800.launch_overhead_s
     assert seconds("h800", size, "bf16", storage="bf16", output="bf16") == pytest.approx(expected, rel=1e-9)

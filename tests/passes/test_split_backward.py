@@ -8,11 +8,11 @@ import transformers.integrations.moe
 from graph_helpers import aten_graph, keyed_graph, nodes_of, run
 from torch import nn
 
-from dsmp.passes.cost import flops_of
 from dsmp.passes.gemm import gemm_op, operand_nodes, operand_slots, written_gradients
 from dsmp.passes.graph import aten, calls, node_op, placeholders
 from dsmp.passes.keys import ModuleNames, assign_keys, key_of
 from dsmp.passes.split_backward import split_backward
+from dsmp.passes.workload import flops_of
 
 assert transformers.integrations.moe  # registers the grouped product
 ARGS = torch.randn(2, 4, 6, 6), torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)

@@ -1,0 +1,93 @@
+"""What running a plan takes: decisions applied to a graph, and what that costs in casts and saved activations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from ..codegen.lower import merge_backward, protect_mutated_inputs
+from ..hardware_db.capability import Device
+from ..passes.cast_motion import operand_storage
+from ..passes.cost import format_of
+from ..passes.graph import float_dtype
+from ..passes.keys import key_of
+from ..passes.legalize import LegalizeReport, legalize
+from ..passes.plan import GEMM_CLASSES, Decision
+from ..passes.verify import snapshot, verify
+from .capture import Capture
+from .saved_activations import copy_graph, lazily, saved_activation_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Execution:
+    """What running a plan takes: casts inserted in all graphs; bytes saved for the backward pass with the plan and as
+    traced (None without a backward pass)."""
+
+    casts: int
+    saved_bytes: int | None
+    saved_bytes_fp32: int | None
+
+
+def apply_decisions(
+    gm: fx.GraphModule,
+    decisions: Mapping[str, Decision],
+    *,
+    storage: str,
+    same_device: bool,
+    parameters: frozenset[fx.Node],
+) -> LegalizeReport:
+    """Legalise and lower a keyed graph in place, with the invariants checked after each pass."""
+    before = snapshot(gm)
+    here = {str(k) for n in gm.graph.nodes if (k := key_of(n)) is not None}
+    decided = [d.key for k, d in decisions.items() if k in here and d.reason.code != "view"]
+    report = legalize(gm, decisions, same_device=same_device, storage=storage, parameters=parameters)
+    verify(gm, before, decided)
+    merge_backward(gm)
+    protect_mutated_inputs(gm)
+    verify(gm, before, (), ())
+    return report
+
+
+def predict_execution(capture: Capture, decisions: Mapping[str, Decision], device: Device) -> Execution:
+    """Apply decisions to copies of the captured graphs: casts, and bytes saved as the partitioner would choose.
+
+    Casts are those of the legaliser. Bytes are those of the planned device, where a GEMM reads what is stored:
+    roundings that only simulation needs would be recomputed in the backward pass, and the tensors before them with
+    them.
+    """
+    casts = planned = traced = 0
+    for graph in capture:
+        with lazily():
+            copy, parameters = copy_graph(graph.gm, graph.parameters)
+            report = apply_decisions(copy, decisions, storage=device.storage, same_device=True, parameters=parameters)
+        casts += report.casts
+        if graph.joint:
+            stored = _as_stored(graph.gm, decisions, device.storage)
+
+            def change(
+                gm: fx.GraphModule, parameters: frozenset[fx.Node], stored: Mapping[str, Decision] = stored
+            ) -> None:
+                legalize(gm, stored, same_device=True, storage=device.storage, parameters=parameters)
+
+            traced += saved_activation_bytes(graph.gm, graph.parameters)
+            planned += saved_activation_bytes(graph.gm, graph.parameters, change)
+    if not capture.joint:
+        return Execution(casts=casts, saved_bytes=None, saved_bytes_fp32=None)
+    return Execution(casts=casts, saved_bytes=planned, saved_bytes_fp32=traced)
+
+
+def _as_stored(gm: fx.GraphModule, decisions: Mapping[str, Decision], storage: str) -> dict[str, Decision]:
+    """The decisions with each GEMM computing in the format that its operands are stored in."""
+    found = {}
+    for node in gm.graph.nodes:
+        decision = decisions.get(str(key_of(node)))
+        if decision is None:
+            continue
+        dtype = float_dtype(node) if decision.op in GEMM_CLASSES else None
+        if dtype is not None:
+            held = operand_storage(storage, format_of(dtype) or "fp32", decision.compute)
+            decision = decision.model_copy(update={"compute": held, "recipe": "none"})
+        found[decision.key] = decision
+    return found
