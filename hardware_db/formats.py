@@ -24,6 +24,7 @@ flavours); NVIDIA A100 whitepaper (tf32: fp32's exponent, 10 mantissa bits, stor
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -295,6 +296,7 @@ def get_recipe(name: str) -> Recipe:
         raise UnknownRecipeError(name, RECIPES) from None
 
 
+@functools.cache
 def split_recipe(text: str) -> tuple[Recipe, Recipe]:
     """The (lhs, rhs) recipes of a GEMM written as "1x128/128x128"; a single name means both operands.
 

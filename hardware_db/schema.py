@@ -17,6 +17,7 @@ naming the file, the record and the key (parsing.py). This module is pure: it re
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
@@ -99,6 +100,7 @@ def natural_accumulator(format: str) -> str:
     return "int32" if get_format(format).kind == "int" else "fp32"
 
 
+@functools.cache
 def canonical_rate_key(key: str) -> str:
     """`format@accumulate`; a bare `format` accumulates in itself. Raises ValueError on an unknown part."""
     name, _, accumulate = key.partition("@")
