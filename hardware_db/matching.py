@@ -35,6 +35,7 @@ from .runtime_names import cpu_key, is_generic, product_classes, product_key, re
 from .schema import VENDORS, Architecture, Vendor
 
 Backend = Literal["cuda", "rocm", "xpu", "mps", "hpu", "npu", "musa", "mlu", "cpu"]
+Evidence = Literal["name", "PCI product id", "structure", "class"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 MEMORY_TOLERANCE = 0.10
@@ -82,17 +83,34 @@ class Properties:
     family: int = 0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Match:
+    """A device and what it was recognised by."""
+
+    device: Device
+    evidence: Evidence
+
+
 def match(properties: Properties, catalog: Catalog) -> Device:
     """The device that `properties` describe. Raises `UndetectedHardwareError` if nothing is known of it."""
+    return identify(properties, catalog).device
+
+
+def identify(properties: Properties, catalog: Catalog) -> Match:
+    """The device that `properties` describe, and by what. Raises `UndetectedHardwareError` if nothing is known."""
     if properties.backend == "cpu":
         return _match_cpu(properties, catalog)
     rows = _candidates(properties, catalog)
-    if row := _by_name(properties, rows) or _by_pci_id(properties, rows):
-        return _running(row, properties, catalog)
+    if row := _by_name(properties, rows):
+        return Match(device=_running(row, properties, catalog), evidence="name")
+    if row := _by_pci_id(properties, rows):
+        return Match(device=_running(row, properties, catalog), evidence="PCI product id")
     if row := _by_structure(properties, rows, catalog):
         found = _running(row, properties, catalog)
-        return found if is_generic(properties.name) else replace(found, name=properties.name, estimated=True)
-    return _of_its_class(properties, catalog)
+        if not is_generic(properties.name):
+            found = replace(found, name=properties.name, estimated=True)
+        return Match(device=found, evidence="structure")
+    return Match(device=_of_its_class(properties, catalog), evidence="class")
 
 
 def _candidates(properties: Properties, catalog: Catalog) -> list[DeviceRow]:
@@ -244,7 +262,7 @@ def _at_clock(device: Device, vector_clock_mhz: float) -> Device:
     )
 
 
-def _match_cpu(properties: Properties, catalog: Catalog) -> Device:
+def _match_cpu(properties: Properties, catalog: Catalog) -> Match:
     flags = canonical_flags(properties.flags)
     fitting = [
         p
@@ -261,14 +279,15 @@ def _match_cpu(properties: Properties, catalog: Catalog) -> Device:
         )
     profile = max(fitting, key=_specificity)
     if (row := _cpu_by_name(properties, [r for r in catalog.rows.values() if r.arch == profile.key])) is not None:
-        return _with_threads(catalog.device(row.id), properties)
+        return Match(device=_with_threads(catalog.device(row.id), properties), evidence="name")
     reference = catalog.class_device(profile)
-    return replace(
+    device = replace(
         _with_threads(reference, properties),
         name=properties.name or f"unnamed {profile.family} CPU",
         vendor=_CPU_VENDORS.get(properties.vendor, reference.vendor),
         confidence="C",
     )
+    return Match(device=device, evidence="class")
 
 
 def _cpu_by_name(properties: Properties, rows: Iterable[DeviceRow]) -> DeviceRow | None:

@@ -11,9 +11,7 @@ from ...errors import UndetectedHardwareError
 from ...hardware_db.capability import Device
 from ...hardware_db.catalog import Catalog
 from ...hardware_db.cpu_features import canonical_flags
-from ...hardware_db.device_row import DeviceRow
-from ...hardware_db.matching import Properties, match
-from ...hardware_db.runtime_names import product_key, read_board
+from ...hardware_db.matching import Evidence, Properties, identify
 from .facts import DeviceFacts, Value, device_facts
 
 
@@ -38,17 +36,18 @@ def detection(properties: Properties, catalog: Catalog, *, default: bool) -> Det
     """Match a device that a runtime describes and say how that went."""
     said = _said(properties, catalog)
     try:
-        device = catalog.calibrated(match(properties, catalog))
+        found = identify(properties, catalog)
     except UndetectedHardwareError as error:
         return Detection(
             default=default, said=said, device=None, estimated=False, how=str(error), calibrated=False, calibration=""
         )
+    device = catalog.calibrated(found.device)
     return Detection(
         default=default,
         said=said,
         device=device_facts(catalog, device),
         estimated=device.estimated,
-        how=_how(device, properties, catalog),
+        how=_how(device, found.evidence, catalog),
         calibrated=device.measured is not None,
         calibration=_calibration(device, catalog),
     )
@@ -74,24 +73,15 @@ def _said(properties: Properties, catalog: Catalog) -> dict[str, Value]:
     return {k: v for k, v in said.items() if v}
 
 
-def _how(device: Device, properties: Properties, catalog: Catalog) -> str:
+def _how(device: Device, evidence: Evidence, catalog: Catalog) -> str:
     """What the device was recognised by, and what of the product's it has."""
-    row = catalog.rows.get(device.id)
-    if row is None:
+    if evidence == "class":
         by = "its features" if device.kind == "cpu" else "its instruction set, as a product that is not in the data"
         return f"by {by}: profile {device.architecture}, scaled from {device.profile.reference}"
+    row = catalog.rows[device.id]
     part = "" if row.units == device.units else f", with {device.units:,} of its {row.units:,} units"
-    return f"by its {_evidence(row, properties)}{part}"
-
-
-def _evidence(row: DeviceRow, properties: Properties) -> str:
-    if properties.backend == "cpu":
-        return "model name"
-    if read_board(properties.name).key in {product_key(n) for n in row.detect_names}:
-        return "name"
-    if properties.pci_id in row.pci_ids:
-        return "PCI product id"
-    return "instruction set, units and memory, which fit no other product"
+    what = "instruction set, units and memory, which fit no other product" if evidence == "structure" else evidence
+    return f"by its {what}{part}"
 
 
 def _calibration(device: Device, catalog: Catalog) -> str:

@@ -6,48 +6,12 @@ import copy
 import tomllib
 
 import pytest
+from sample_records import ARCHITECTURE, DEVICE
 
 from dsmp.errors import HardwareDataError
 from dsmp.hardware_db.catalog import build_catalog
 from dsmp.hardware_db.parsing import parse_architectures, parse_devices
 from dsmp.hardware_db.schema import OP_CLASSES, Choice, canonical_rate_key, natural_accumulator
-
-ARCHITECTURE = """
-key = "nv.sm_1"
-vendor = "nvidia"
-family = "Test"
-kind = "gpu"
-isa = "sm_1"
-unit_kind = "SM"
-lanes_per_unit = 64
-io_formats = ["fp32", "fp16"]
-launch_overhead_s = 7e-6
-launch_overhead_source = "assumed"
-source = ["none"]
-vector = { fp32 = 128 }
-matrix = { "fp16@fp32" = 1024 }
-efficiency = { compute = 0.8, memory = 0.9, source = "assumed" }
-tier.storage = "fp32"
-tier.linear = [{ format = "fp16", recipe = "tensor" }, { format = "fp32" }]
-tier.conv = [{ format = "fp32" }]
-tier.attention = [{ format = "fp32" }]
-"""
-
-DEVICE = """
-id = "x1"
-name = "Test X1"
-arch = "nv.sm_1"
-segment = "datacenter"
-year = 2020
-units = 10
-vector_clock_mhz = 1000
-memory_bytes = 1000000000
-memory_type = "HBM"
-memory_bandwidth_bytes_per_s = 1e11
-tdp_w_per_card = 100
-sources.all = ["none"]
-confidence.all = "A"
-"""
 
 
 def _edited(text: str, path: str, value: object) -> dict:

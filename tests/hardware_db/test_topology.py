@@ -7,6 +7,7 @@ from typing import get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sample_records import ARCHITECTURE, DEVICE
 
 from dsmp.errors import HardwareDataError, UnknownNodeError
 from dsmp.hardware_db.catalog import build_catalog, load_catalog
@@ -16,40 +17,7 @@ from dsmp.hardware_db.topology import Node
 OPS: tuple[CollectiveOp, ...] = get_args(CollectiveOp)
 MB = 1e6
 
-PROFILE = """
-[[architecture]]
-key = "nv.sm_1"
-vendor = "nvidia"
-family = "Test"
-kind = "gpu"
-isa = "sm_1"
-unit_kind = "SM"
-lanes_per_unit = 64
-io_formats = ["fp32"]
-launch_overhead_s = 7e-6
-launch_overhead_source = "assumed"
-source = ["none"]
-vector = { fp32 = 128 }
-efficiency = { compute = 0.8, memory = 0.9, source = "assumed" }
-tier.storage = "fp32"
-tier.linear = [{ format = "fp32" }]
-tier.conv = [{ format = "fp32" }]
-tier.attention = [{ format = "fp32" }]
-
-[[device]]
-id = "x1"
-name = "Test X1"
-arch = "nv.sm_1"
-segment = "datacenter"
-year = 2020
-units = 10
-vector_clock_mhz = 1000
-memory_bytes = 1000000000
-memory_type = "HBM"
-memory_bandwidth_bytes_per_s = 1e11
-sources.all = ["none"]
-confidence.all = "A"
-"""
+PROFILE = f"[[architecture]]{ARCHITECTURE}\n[[device]]{DEVICE}"
 
 LINKS = """
 [[link]]

@@ -6,7 +6,7 @@ import io
 from pathlib import Path
 
 import pytest
-from hardware_commands import OWN, data_of, run
+from hardware_commands import data_of, run
 
 from dsmp.compiler.console import Printer
 from dsmp.compiler.hardware.detection_facts import detection
@@ -43,13 +43,6 @@ k = 64
 flop_per_s = 5e12
 operator = "mm.default"
 """
-
-
-@pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("hardware") / "own.toml"
-    path.write_text(OWN)
-    return path
 
 
 def test_detect_this_machine() -> None:

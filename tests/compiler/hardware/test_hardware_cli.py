@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hardware_commands import OWN, data_of, error_of, run
+from hardware_commands import data_of, error_of, run
 
 import dsmp.compiler.calibration.commands
 from dsmp.compiler.console import Printer
@@ -22,13 +22,6 @@ from dsmp.compiler.hardware.table import compare, listed
 from dsmp.hardware_db import load_catalog
 
 CATALOG = load_catalog()
-
-
-@pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("hardware") / "own.toml"
-    path.write_text(OWN)
-    return path
 
 
 # ---- show --------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hardware_commands import OWN, data_of, error_of, run
+from hardware_commands import data_of, error_of, run
 
 from dsmp.compiler.hardware.selection import Selection, multiplies, parse_size, parse_years
 from dsmp.errors import InvalidOptionError
@@ -16,13 +16,6 @@ from dsmp.hardware_db import load_catalog
 from dsmp.hardware_db.schema import VENDORS
 
 CATALOG = load_catalog()
-
-
-@pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("hardware") / "own.toml"
-    path.write_text(OWN)
-    return path
 
 
 def test_list_has_every_device_in_si_units() -> None:
