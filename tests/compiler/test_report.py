@@ -393,7 +393,8 @@ class SmallModel(nn.Module):
 @pytest.fixture(scope="module")
 def captured() -> Capture:
     with torch.device("meta"):
-        return capture(SmallModel(), (torch.randn(32, 3, 224, 224),), source="small model")
+        model, images = SmallModel(), torch.randn(32, 3, 224, 224)
+    return capture(model, (images,), source="small model")
 
 
 @pytest.mark.parametrize("hardware", ["h800", "a100"])
