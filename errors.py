@@ -58,6 +58,13 @@ class UnknownHardwareError(DsmpError):
         )
 
 
+class NodeIsNoDeviceError(UnknownHardwareError):
+    """The name of a node (machine of several devices) where a device is wanted."""
+
+    def __init__(self, name: str, count: int, device: str) -> None:
+        DsmpError.__init__(self, f"{name!r} is a node of {count} {device}, not a device. Name the device: {device}.")
+
+
 class UnknownNodeError(DsmpError):
     """A node (machine of several devices) that is in no data file."""
 

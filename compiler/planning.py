@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.export import ExportedProgram
 
 from ..hardware_db.detect import resolve_hardware
+from ..hardware_db.overlays import HardwareFile
 from ..passes.plan import PrecisionPlan, Rule, parse_rules
 from .capture import capture
 from .pipeline import make_plan
@@ -22,7 +21,7 @@ def plan(
     kwargs: Mapping[str, Any] | None = None,
     *,
     hardware: str | None = None,
-    hardware_files: Sequence[str | os.PathLike[str]] = (),
+    hardware_file: HardwareFile = (),
     training: bool = True,
     rules: Mapping[str, str] | Iterable[Rule | Mapping[str, str]] | None = None,
     source: str | None = None,
@@ -31,9 +30,9 @@ def plan(
 
     `inputs` is a tensor, a tuple of positional inputs or a dict of keyword inputs, `kwargs` further keyword inputs;
     both may be on the meta device together with the model. `hardware` is a device name ("h800"), None or "auto" for the
-    running device; `hardware_files` are data files that add or correct devices. `training` plans the joint forward and
-    backward graph, otherwise inference. `rules` maps globs over node keys to formats and is applied last. The model is
-    left exactly as it was.
+    running device; `hardware_file` is a TOML file, or several, that add or correct devices. `training` plans the joint
+    forward and backward graph, otherwise inference. `rules` maps globs over node keys to formats and is applied last.
+    The model is left exactly as it was.
 
     Raises CaptureError, UnknownHardwareError, HardwareDataError, RuleError, PlanHardwareError.
 
@@ -41,7 +40,7 @@ def plan(
         plan.save("plan.json")
         compiled = torch.compile(model, backend="dsmp", options={"plan": "plan.json"})
     """
-    device = resolve_hardware(hardware, [Path(f) for f in hardware_files])
+    device = resolve_hardware(hardware, hardware_file)
     checked = parse_rules(rules)
     args, named = split_inputs(inputs, kwargs)
     captured = capture(model, args, named, training=training, source=source)

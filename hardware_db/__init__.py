@@ -14,6 +14,7 @@ from .capability import Device, Verdict
 from .catalog import load_catalog, names, resolve
 from .formats import FORMATS, RECIPES, Format, get_format
 from .schema import OP_CLASSES, Choice, OpClass
+from .work import GemmShape, Work
 
 __all__ = [
     "FORMATS",
@@ -22,8 +23,10 @@ __all__ = [
     "Choice",
     "Device",
     "Format",
+    "GemmShape",
     "OpClass",
     "Verdict",
+    "Work",
     "get_format",
     "load_catalog",
     "names",

@@ -164,10 +164,14 @@ class Device:
         `operand` counts (lhs or input, rhs or weight, bias); None asks for the op as a whole. A bias joins
         the accumulator, so it needs conversion only. Ints accumulate in int32 and fp64 in fp64 when
         `accumulate` is "fp32". Raises `UnknownFormatError` on an unknown format, ValueError on an unknown op
-        class.
+        class or an operand that is no number.
         """
         _check_op_class(op_class)
         get_format(format)
+        if not isinstance(operand, int | None):
+            raise ValueError(
+                f"operands are counted: 0 (lhs), 1 (rhs), 2 (bias), None (the op as a whole), not {operand!r}"
+            )
         accumulate = _accumulator(format, accumulate)
         if op_class in MOVING_OP_CLASSES:
             return self._moving(format)
@@ -239,10 +243,13 @@ class Device:
         rate = self.measured.conversion_rate(source, target, recipe) if self.measured else None
         return moved / (rate or self.achieved_bandwidth) + self.launch_overhead_s
 
-    def slower_than_fp32(self, format: str, accumulate: str | None = None) -> float | None:
-        """The measured rate of `format` as a multiple of fp32's if it was measured and is no faster, else None."""
+    def slower_than_fp32(
+        self, format: str, accumulate: str | None = None, shape: GemmShape | None = None
+    ) -> float | None:
+        """The measured rate of `format` as a multiple of fp32's, near a shape or on the whole, if it was measured and
+        is no faster, else None."""
         key = f"{format}@{natural_accumulator(format) if accumulate is None else _accumulator(format, accumulate)}"
-        ratio = self.measured.ratio_to_fp32(key) if self.measured else None
+        ratio = self.measured.ratio_to_fp32(key, shape) if self.measured else None
         return ratio if ratio is not None and ratio <= 1 else None
 
     def scaled(self, *, units: int, memory_bytes: int, memory_bandwidth: float, l2_bytes: int | None) -> Device:
@@ -323,7 +330,10 @@ class Device:
     def _no_rate(self, format: str, accumulate: str) -> str:
         """Why there is no rate for `format@accumulate`, without the full stop."""
         if self.measured and (ratio := self.slower_than_fp32(format, accumulate)) is not None:
-            return f"{self._label} does not offer {format}: its GEMMs measured {ratio:.2g} times as fast as fp32's here"
+            return (
+                f"{self._label} does not offer {format}: its GEMMs measured {ratio:.2g} times as fast as fp32's here, "
+                "in the mean over shapes"
+            )
         if reason := self.profile.refusals.get(format):
             return f"{self._label} does not offer {format}: {reason}"
         twin = _other_fp8_flavour(format)

@@ -13,7 +13,7 @@ name that fits several devices raises `AmbiguousHardwareError`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib import resources
@@ -22,7 +22,14 @@ from typing import Any
 
 import rtoml
 
-from ..errors import AmbiguousHardwareError, HardwareDataError, UnknownHardwareError, UnknownNodeError, near_matches
+from ..errors import (
+    AmbiguousHardwareError,
+    HardwareDataError,
+    NodeIsNoDeviceError,
+    UnknownHardwareError,
+    UnknownNodeError,
+    near_matches,
+)
 from .capability import Device
 from .checks import check_detection, check_node, check_references, check_row
 from .derivation import device_from_row
@@ -30,7 +37,7 @@ from .device_row import DeviceRow
 from .inheritance import merge, resolve_profiles
 from .measurement import Measurement
 from .names import Level, class_id, group_levels, level, look_up, normalise, product_levels
-from .overlays import Stamp, overlay_files, read_overlay
+from .overlays import HardwareFile, Stamp, overlay_files, read_overlay
 from .parsing import parse_architectures, parse_devices, parse_links, parse_measurement, parse_nodes
 from .schema import Architecture
 from .topology import Link, Node
@@ -113,17 +120,30 @@ class Catalog:
             return self.device(ids[0])
         if ids:
             raise AmbiguousHardwareError(name, ids)
+        if (node := self._node(name)) is not None:
+            raise NodeIsNoDeviceError(name, node.count, node.device)
+        raise UnknownHardwareError(name, self._suggestions(name), len(self.rows))
+
+    def _suggestions(self, name: str) -> list[str]:
+        """The ids that end in what was typed (`4090`), else those, of nodes too, that are spelled most like it."""
+        tail = f"-{normalise(name)}"
+        if ending := [i for i in self.rows if i.endswith(tail)]:
+            return ending[:3]
         spellings = {n: row.id for row in self.rows.values() for n in (row.name, *row.aliases, row.id)}
-        near = [spellings[n] for n in near_matches(name, spellings)]
-        raise UnknownHardwareError(name, list(dict.fromkeys(near)), len(self.rows))
+        spellings |= {i: i for i in self.nodes}
+        return list(dict.fromkeys(spellings[n] for n in near_matches(name, spellings)))
 
     def resolve_node(self, name: str) -> Node:
         """The node that `name` means. Raises `UnknownNodeError` (with near matches)."""
+        node = self._node(name)
+        if node is None:
+            raise UnknownNodeError(name, self.nodes)
+        return node
+
+    def _node(self, name: str) -> Node | None:
         pairs = [(n, node.id) for node in self.nodes.values() for n in (node.id, node.name, *node.aliases)]
         ids = look_up(name, (level(pairs),))
-        if len(ids) != 1:
-            raise UnknownNodeError(name, self.nodes)
-        return self.nodes[ids[0]]
+        return self.nodes[ids[0]] if len(ids) == 1 else None
 
     def calibrated(self, device: Device) -> Device:
         """A running device with what was measured on it, if any measurement applies; the last one wins."""
@@ -134,12 +154,12 @@ class Catalog:
         return device
 
 
-def load_catalog(files: Iterable[Path | str] = ()) -> Catalog:
-    """The catalogue shipped with dsmp under the user's own data files, then under `files`.
+def load_catalog(hardware_file: HardwareFile = ()) -> Catalog:
+    """The catalogue shipped with dsmp under the user's own data files, then under those of `hardware_file`.
 
     Raises `HardwareDataError` if a file cannot be read or the data contradicts itself.
     """
-    return _load(overlay_files(files))
+    return _load(overlay_files(hardware_file))
 
 
 @lru_cache(maxsize=8)

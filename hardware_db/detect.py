@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +21,29 @@ from .catalog import Catalog, load_catalog
 from .instruction_sets import amd_isa, intel_isa, nvidia_isa, units_per_multiprocessor
 from .main_memory import usable_bytes
 from .matching import Backend, Properties, match
+from .overlays import HardwareFile
 
 _EXTENSIONS: tuple[Backend, ...] = ("hpu", "npu", "musa", "mlu")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
-def resolve_hardware(name: str | None = None, files: Iterable[Path | str] = ()) -> Device:
+def resolve_hardware(name: str | None = None, hardware_file: HardwareFile = ()) -> Device:
     """The device a user means: None and "auto" the running one, "cpu" the running CPU, else a catalogue name, under the
-    user's data files and `files`.
+    user's data files and `hardware_file`, a TOML file or several.
 
     Raises `UnknownHardwareError`, `AmbiguousHardwareError`, `HardwareDataError`, or `UndetectedHardwareError` for a
     running device that nothing is known of.
     """
     wanted = "auto" if name is None else name.strip().lower()
     if wanted == "auto":
-        return detect(files)
-    catalog = load_catalog(files)
+        return detect(hardware_file)
+    catalog = load_catalog(hardware_file)
     return catalog.calibrated(match(read_cpu(), catalog) if wanted == "cpu" else catalog.resolve(name or ""))
 
 
-def detect(files: Iterable[Path | str] = ()) -> Device:
+def detect(hardware_file: HardwareFile = ()) -> Device:
     """The running device: torch's current accelerator if there is one, else the CPU. Raises as `resolve_hardware`."""
-    catalog: Catalog = load_catalog(files)
+    catalog: Catalog = load_catalog(hardware_file)
     return catalog.calibrated(match(read_running(), catalog))
 
 

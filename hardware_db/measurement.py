@@ -124,12 +124,20 @@ class Measurement(BaseModel):
         points = [p for p in self.gemm if p.key == key]
         return _nearest_mean([(p.shape, p.flop_per_s) for p in points], shape) if points else None
 
-    def ratio_to_fp32(self, key: str) -> float | None:
-        """Geometric mean, over the shapes measured in both, of the rate of `format@accumulate` over fp32's; None if
-        there is no such shape."""
+    def ratios_to_fp32(self, key: str) -> dict[GemmShape, float]:
+        """The rate of `format@accumulate` over fp32's at every shape that was measured in both."""
         base = {p.shape: p.flop_per_s for p in self.gemm if p.key == "fp32@fp32"}
-        ratios = [p.flop_per_s / base[p.shape] for p in self.gemm if p.key == key and p.shape in base]
-        return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
+        return {p.shape: p.flop_per_s / base[p.shape] for p in self.gemm if p.key == key and p.shape in base}
+
+    def ratio_to_fp32(self, key: str, shape: GemmShape | None = None) -> float | None:
+        """How fast `format@accumulate` is in terms of fp32: near a shape, as `rate` does, or the geometric mean over
+        all shapes; None if no shape was measured in both."""
+        ratios = self.ratios_to_fp32(key)
+        if not ratios:
+            return None
+        if shape is not None:
+            return _nearest_mean(ratios.items(), shape)
+        return math.exp(sum(map(math.log, ratios.values())) / len(ratios))
 
     def conversion_rate(self, source: str, target: str, recipe: str) -> float | None:
         """Bytes per second, read and written, of a conversion; None if it was not measured."""

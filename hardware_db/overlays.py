@@ -6,6 +6,7 @@ The folder is `hardware` in the user's configuration folder (platformdirs; `~/.c
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from platformdirs import user_config_path
 from ..errors import HardwareDataError
 
 SUFFIX = ".toml"
+HardwareFile = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+"""A data file, or several of them in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +34,10 @@ def user_folder() -> Path:
     return user_config_path("dsmp") / "hardware"
 
 
-def overlay_files(named: Iterable[Path | str] = ()) -> tuple[Stamp, ...]:
+def overlay_files(named: HardwareFile = ()) -> tuple[Stamp, ...]:
     """The user's files, then the named ones. Raises `HardwareDataError` for a named file that is none."""
     folder = user_folder()
+    named = (named,) if isinstance(named, str | os.PathLike) else named
     own = sorted(p for p in folder.iterdir() if p.suffix == SUFFIX) if folder.is_dir() else []
     return tuple(_stamp(Path(p)) for p in (*own, *named))
 

@@ -2,10 +2,10 @@
 
 For a GEMM the device's ladder is walked from the most aggressive choice down. A choice is passed over when it is no
 narrower than the traced dtype, when a veto bars it, when the device's verdict refuses it, or, for 8-bit formats, when
-quantising costs more than the faster multiplication saves. On a calibrated device a format whose GEMMs were measured to
-be no faster than fp32's is passed over as well. What was passed over, and why, is told in the reason.
-Every other operator keeps its traced precision; its result is stored in the tier's storage format when only narrow
-GEMMs read it. User rules come last and win.
+quantising costs more than the faster multiplication saves. On a calibrated device a format whose GEMMs of about this
+shape were measured to be no faster than fp32's is passed over as well. What was passed over, and why, is told in the
+reason. Every other operator keeps its traced precision; its result is stored in the tier's storage format when only
+narrow GEMMs read it. User rules come last and win.
 
 This module writes decisions and never touches the graph.
 """
@@ -30,7 +30,7 @@ from .keys import WGRAD, NodeKey, key_of
 from .op_rules import Policy, class_of, is_known, rule_of
 from .plan import GEMM_CLASSES, Decision, Reason, Rule
 from .vetoes import Veto, find_vetoes
-from .workload import flops_of
+from .workload import flops_of, gemm_shape
 
 _STORABLE = ("fp64", "fp32", "bf16", "fp16")
 # How a rule's format is scaled where the device's ladder does not say.
@@ -112,7 +112,7 @@ class _Selector:
         if forced is not None:
             return self._gemm_forced(node, key, traced, forced)
         refusals: list[str] = []
-        allowed = [c for c in self._ladder(key) if self._allowed(node, key, traced, c, refusals)]
+        allowed = [c for c in self._ladder(node, key) if self._allowed(node, key, traced, c, refusals)]
         allowed.append(Choice(format=traced, accumulate=sum_format(traced)))
         flops = self.flops[node]
         times = {
@@ -130,7 +130,7 @@ class _Selector:
                 )
                 chosen, code = wider, "cost"
         if code == "tier" and refusals:
-            code = self._refusal_code(key, traced)
+            code = self._refusal_code(node, key, traced)
         text = f"{self.device.id} tier for {key.op}: {chosen.format}"
         if chosen.format == traced:
             text = f"kept in {traced} as traced"
@@ -153,10 +153,10 @@ class _Selector:
             if veto.bars(choice.format):
                 refusals.append(f"no {choice.format}: {veto.text}")
                 return False
-        slow = self.device.slower_than_fp32(choice.format, choice.accumulate) if traced == "fp32" else None
+        slow = self._slower(node, choice.format, choice.accumulate) if traced == "fp32" else None
         if slow is not None:
             refusals.append(
-                f"no {choice.format}: its GEMMs measured {slow:.2g} times as fast as fp32's on this device "
+                f"no {choice.format}: GEMMs of about this shape measured {slow:.2g} times as fast as fp32's "
                 f"({', '.join(self.device.overlays)})"
             )
             return False
@@ -165,19 +165,25 @@ class _Selector:
             refusals.append(verdict.reason.rstrip("."))
         return verdict.ok
 
-    def _ladder(self, key: NodeKey) -> tuple[Choice, ...]:
+    def _ladder(self, node: fx.Node, key: NodeKey) -> tuple[Choice, ...]:
         """The device's ladder, below the 16-bit formats that were measured to be slow and so must be spoken of."""
         ladder = self.device.ladder(_class(key))
         named = {c.format for c in ladder}
-        slow = [f for f in ("bf16", "fp16") if f not in named and self.device.slower_than_fp32(f) is not None]
+        slow = [f for f in ("bf16", "fp16") if f not in named and self._slower(node, f) is not None]
         return (*map(Choice, slow), *ladder)
 
-    def _refusal_code(self, key: NodeKey, traced: str) -> str:
-        ladder = [c for c in self._ladder(key) if _narrower(c.format, traced)]
+    def _slower(self, node: fx.Node, format_name: str, accumulate: str | None = None) -> float | None:
+        """How fast a format was measured to be near this GEMM's shape, in terms of fp32, if no faster."""
+        if self.device.measured is None:
+            return None
+        return self.device.slower_than_fp32(format_name, accumulate, gemm_shape(node))
+
+    def _refusal_code(self, node: fx.Node, key: NodeKey, traced: str) -> str:
+        ladder = [c for c in self._ladder(node, key) if _narrower(c.format, traced)]
         barring: list[Veto] = [v for v in self.vetoes.get(key, ()) if ladder and v.bars(ladder[0].format)]
         if barring:
             return barring[0].code
-        measured = ladder and self.device.slower_than_fp32(ladder[0].format, ladder[0].accumulate) is not None
+        measured = ladder and self._slower(node, ladder[0].format, ladder[0].accumulate) is not None
         return "measured" if measured else "verdict"
 
     def _gemm_forced(self, node: fx.Node, key: NodeKey, traced: str, rule: Rule) -> _Formats:

@@ -93,15 +93,17 @@ def busy_note(hardware: Device) -> str | None:
 
 def _format_table(measurement: Measurement, hardware: Device) -> RenderableType:
     table = plain_table()
-    for name in ("format", "largest shape", "GFLOP/s", "of peak", "of fp32", "operator"):
-        table.add_column(name, justify="right" if name in ("GFLOP/s", "of peak", "of fp32") else "left")
+    for name in ("format", "largest shape", "GFLOP/s", "of peak", "of fp32: mean", "least", "most", "operator"):
+        table.add_column(name, justify="left" if name in ("format", "largest shape", "operator") else "right")
     for point in _largest(measurement.gemm):
         peak = hardware.matrix_peaks.get(point.key) or hardware.vector_peaks.get(point.key)
-        ratio = measurement.ratio_to_fp32(point.key)
+        ratios = measurement.ratios_to_fp32(point.key).values()
+        mean = measurement.ratio_to_fp32(point.key)
+        speeds = (mean, min(ratios), max(ratios)) if mean is not None else ()
         table.add_row(
             coloured(point.format), shape_text(point), digits(point.flop_per_s / 1e9),
-            _percent(point.flop_per_s, peak) if peak else "", f"{ratio:.2g}x" if ratio is not None else "",
-            point.operator,
+            _percent(point.flop_per_s, peak) if peak else "",
+            *([f"{s:.2g}x" for s in speeds] or ["", "", ""]), point.operator,
         )  # fmt: skip
     return table
 

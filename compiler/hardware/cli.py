@@ -22,9 +22,16 @@ hardware_app = typer.Typer(no_args_is_help=True, help="What accelerators, CPUs a
 
 @hardware_app.command("list")
 def list_(
-    vendor: Annotated[str | None, typer.Option(metavar="V", help="Only this vendor's, such as nvidia.")] = None,
-    format: Annotated[str | None, typer.Option(metavar="F", help="Only what multiplies in F, such as bf16.")] = None,
-    min_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Such as 80GB or 79GiB.")] = None,
+    vendors: Annotated[
+        list[str] | None, typer.Option("--vendor", metavar="V", help="Such as nvidia; repeated: any of them.")
+    ] = None,
+    formats: Annotated[
+        list[str] | None,
+        typer.Option("--format", metavar="F", help="Only what multiplies in F, such as bf16; repeated: in each."),
+    ] = None,
+    min_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Such as 80GB or 79GiB: what the card is sold with.")
+    ] = None,
     min_bandwidth: Annotated[str | None, typer.Option(metavar="RATE", help="Of the memory, such as 2TB/s.")] = None,
     kind: Annotated[str | None, typer.Option(metavar="K", help="Only gpu, cpu or npu.")] = None,
     segment: Annotated[
@@ -41,8 +48,8 @@ def list_(
     with errors(debug):
         filters, commands = load("hardware.selection"), load("hardware.commands")
         selection = filters.Selection(
-            vendor=_lower(vendor),
-            format=_lower(format),
+            vendors=tuple(v.strip().lower() for v in vendors or ()),
+            formats=tuple(f.strip().lower() for f in formats or ()),
             kind=_lower(kind),
             segment=_lower(segment),
             min_memory_bytes=filters.parse_size("--min-memory", min_memory),
@@ -69,6 +76,7 @@ def show(
 @hardware_app.command()
 def compare(
     names: Annotated[list[str], typer.Argument(metavar="A B [C...]", help="Devices, such as a100 h800 mi250x.")],
+    differing: Annotated[bool, typer.Option("--diff", help="Only the rows in which they differ.")] = False,
     as_json: Json = False,
     files: HardwareFiles = None,
     debug: Debug = False,
@@ -78,7 +86,9 @@ def compare(
         if len(names) < 2:
             raise InvalidOptionError("A B [C...]", names[0], "at least two devices")
         commands = load("hardware.commands")
-        commands.compare_devices(names, running=_running(names, files or ()), files=files or (), as_json=as_json)
+        commands.compare_devices(
+            names, running=_running(names, files or ()), files=files or (), differing=differing, as_json=as_json
+        )
 
 
 @hardware_app.command()

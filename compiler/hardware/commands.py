@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ...errors import UnknownHardwareError, UnknownNodeError, near_matches
+from ...errors import NodeIsNoDeviceError
 from ...hardware_db.capability import Device
 from ...hardware_db.catalog import Catalog, load_catalog
 from ...hardware_db.topology import Node
@@ -64,9 +64,9 @@ def show(name: str, *, running: Mapping[str, Device], files: Sequence[Path], as_
 
 
 def compare_devices(
-    names: Sequence[str], *, running: Mapping[str, Device], files: Sequence[Path], as_json: bool
+    names: Sequence[str], *, running: Mapping[str, Device], files: Sequence[Path], differing: bool, as_json: bool
 ) -> None:
-    """`dsmp hardware compare`: the facts of several devices side by side.
+    """`dsmp hardware compare`: the facts of several devices side by side, all or the differing ones.
 
     Raises InvalidOptionError, UnknownHardwareError and AmbiguousHardwareError.
     """
@@ -77,22 +77,18 @@ def compare_devices(
     check_different("A B [C...]", names, labels)
     rows = compare([device_facts(catalog, d) for d in devices])
     if as_json:
-        write_json({"devices": labels, "facts": [{**asdict(row), "differs": row.differs} for row in rows]})
+        shown = [row for row in rows if row.differs or not differing]
+        write_json({"devices": labels, "facts": [{**asdict(row), "differs": row.differs} for row in shown]})
     else:
-        print_comparison(Printer(), labels, rows)
+        print_comparison(Printer(), labels, rows, differing=differing)
 
 
 def _find(catalog: Catalog, name: str) -> Device | Node:
     """The device or, failing that, the node of this name."""
     try:
         return catalog.resolve(name)
-    except UnknownHardwareError:
-        pass
-    try:
+    except NodeIsNoDeviceError:
         return catalog.resolve_node(name)
-    except UnknownNodeError:
-        near = near_matches(name, (*catalog.rows, *catalog.nodes))
-        raise UnknownHardwareError(name, near, len(catalog.rows)) from None
 
 
 def _nothing(sentence: str, *, as_json: bool) -> None:

@@ -15,7 +15,7 @@ from ...hardware_db.catalog import Catalog
 from ...hardware_db.device_row import GROUPS, Confidence, DeviceRow
 from ...hardware_db.device_row import Group as GroupName
 from ...hardware_db.formats import FORMATS
-from ...hardware_db.schema import ACCUMULATORS, Choice, natural_accumulator
+from ...hardware_db.schema import ACCUMULATORS, Choice, OpClass, natural_accumulator
 
 Value = str | int | float | tuple[str, ...] | None
 Engine = Literal["vector", "matrix"]
@@ -28,6 +28,9 @@ TRUST = {
     "C": "not verified: some of structure, clocks and memory is recalled or disputed; measure before trusting it",
 }
 """What the confidence in a device's figures means."""
+
+
+_LADDERS: dict[str, OpClass] = {"linear": "linear", "conv": "conv", "attention": "sdpa", "other": "other"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,8 +136,8 @@ def device_facts(catalog: Catalog, device: Device) -> DeviceFacts:
         groups=_groups(device, row),
         rates=_rates(device, row if row is not None and row.units == device.units else None),
         ladders={
-            name: tuple(map(choice_text, getattr(profile.tier, name)))
-            for name in ("linear", "conv", "attention", "other")
+            name: tuple(choice_text(c) for c in device.ladder(op) if device.supports(op, None, c.format, c.accumulate))
+            for name, op in _LADDERS.items()
         },
         limits={f: f"{_classes(limit.op_classes)}: {limit.reason}" for f, limit in profile.limits.items()},
         refusals=dict(profile.refusals),

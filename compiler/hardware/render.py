@@ -105,7 +105,14 @@ def print_nodes(printer: Printer, nodes: Sequence[NodeFacts]) -> None:
 
 def print_device(printer: Printer, d: DeviceFacts) -> None:
     """Everything that is known of a device, each group of figures with its source."""
-    about = [d.vendor, f"{d.family} {d.kind.upper()}", d.isa, d.segment, str(d.year) if d.year else None]
+    kind = d.kind.upper()
+    about = [
+        d.vendor,
+        d.family if d.family.endswith(kind) else f"{d.family} {kind}",
+        d.isa,
+        d.segment,
+        str(d.year) if d.year else None,
+    ]
     title = Text(f"{d.name} ({d.id}): {', '.join(filter(None, about))}", style="bold")
     lines: list[RenderableType] = [
         title,
@@ -231,9 +238,10 @@ def _measured(m: Measured | None) -> list[RenderableType]:
     if m is None:
         return []
     speeds = [
-        f"{key} at best {tflops_text(peak)} TFLOPS, {significant(m.gemm_speed_over_fp32[key])} times as fast as fp32"
+        f"{key} at best {tflops_text(peak)} TFLOPS; {significant(m.gemm_speed_over_fp32[key])} times as fast as fp32 "
+        "in the mean over shapes"
         for key, peak in m.best_gemm_flop_per_s.items()
-        if key in m.gemm_speed_over_fp32
+        if key in m.gemm_speed_over_fp32 and key != "fp32@fp32"
     ]
     bandwidth, launch = rate_text(m.memory_bandwidth_bytes_per_s), value_text("launch_s", m.launch_overhead_s)
     head = f"measured on {m.date}, in place of the assumed efficiency: memory {bandwidth}, launch {launch}"
@@ -264,19 +272,25 @@ def print_node(printer: Printer, n: NodeFacts) -> None:
 # ---- several devices ---------------------------------------------------------------------------------------
 
 
-def print_comparison(printer: Printer, ids: Sequence[str], rows: Sequence[ComparedRow]) -> None:
-    """Devices side by side; rows in which they differ are marked, quantities have their ratio to the first device's."""
+def print_comparison(
+    printer: Printer, ids: Sequence[str], rows: Sequence[ComparedRow], *, differing: bool = False
+) -> None:
+    """Devices side by side; rows in which they differ are marked, quantities have their ratio to the first device's.
+
+    With `differing` only those rows are shown.
+    """
     table = plain_table()
     for name in ("", "fact", *ids):
         table.add_column(name)
-    for row in rows:
+    shown = [row for row in rows if row.differs or not differing]
+    for row in shown:
         table.add_row(
             "≠" if row.differs else "", fact_text(row.fact), *_compared(row), style="" if row.differs else "dim"
         )
     if printer.fits(table):
         printer.print(table)
     else:
-        printer.print(*(_stacked(ids, row) for row in rows))
+        printer.print(*(_stacked(ids, row) for row in shown))
     count = sum(row.differs for row in rows)
     printer.print("", f"≠ {count} of {len(rows)} facts differ; ratios are to {ids[0]}. Peaks are dense.")
 

@@ -19,17 +19,23 @@ from ...hardware_db.schema import ACCUMULATORS, MATRIX_OP_CLASSES, VENDORS, Kind
 
 KINDS: tuple[str, ...] = get_args(Kind)
 
-_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgt])(i?)b?\s*", re.IGNORECASE)
 _POWERS = " kmgt"
+SOLD = 0.95
+"""Share of the memory that a card is sold with which the runtime reports at least."""
 _YEARS = re.compile(r"(\d{4})?(-)?(\d{4})?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """Checked filters, all of which a device must pass; None filters nothing. `years` are the first and last one."""
+    """Checked filters, all of which a device must pass; None and () filter nothing.
 
-    vendor: str | None = None
-    format: str | None = None
+    A device is of one of `vendors` and multiplies in each of `formats`. `years` are the first and last one. Memory
+    counts as what a card is sold with: the driver's reserve and ECC take up to 5 % of that.
+    """
+
+    vendors: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
     kind: str | None = None
     segment: str | None = None
     min_memory_bytes: float | None = None
@@ -39,27 +45,27 @@ class Selection:
 
     def __post_init__(self) -> None:
         for option, value, allowed in (
-            ("--vendor", self.vendor, VENDORS),
+            *(("--vendor", v, VENDORS) for v in self.vendors),
             ("--kind", self.kind, KINDS),
             ("--segment", self.segment, SEGMENTS),
         ):
             if value is not None and value not in allowed:
                 raise InvalidOptionError(option, value, ", ".join(allowed))
-        if self.format is not None:
-            formats_named(self.format)
+        for name in self.formats:
+            formats_named(name)
 
     def admits(self, catalog: Catalog, device: Device) -> bool:
         """Whether a catalogue device passes all filters."""
         row = catalog.rows[device.id]
         return (
-            self.vendor in (None, device.vendor)
+            (not self.vendors or device.vendor in self.vendors)
             and self.kind in (None, device.kind)
             and self.segment in (None, row.segment)
-            and (self.min_memory_bytes is None or device.memory_bytes >= self.min_memory_bytes)
+            and (self.min_memory_bytes is None or device.memory_bytes >= SOLD * self.min_memory_bytes)
             and (self.min_bandwidth_bytes_per_s is None or device.memory_bandwidth >= self.min_bandwidth_bytes_per_s)
             and (self.years is None or self.years[0] <= row.year <= self.years[1])
             and (device.verified or not self.verified)
-            and (self.format is None or any(multiplies(device, f) for f in formats_named(self.format)))
+            and all(any(multiplies(device, f) for f in formats_named(name)) for name in self.formats)
         )
 
 
@@ -75,17 +81,17 @@ def multiplies(device: Device, format: str) -> bool:
 
 
 def parse_size(option: str, text: str | None) -> float | None:
-    """Bytes from `80GB`, `64GiB`, `1.5TB/s` or a plain number. Raises InvalidOptionError."""
+    """Bytes from `80GB`, `64GiB` or `1.5TB/s`; the unit must be there. Raises InvalidOptionError."""
     if text is None:
         return None
     match = _SIZE.fullmatch(text.strip().removesuffix("/s"))
     if match is None:
         raise InvalidOptionError(
-            option, text, "a number of bytes such as 80GB, 79.5GiB or 2TB (a bandwidth may end in /s)"
+            option, text, "a number with its unit such as 80GB, 79.5GiB or 2TB (a bandwidth may end in /s)"
         )
     number, prefix, binary = match.groups()
     base = 1024.0 if binary else 1000.0
-    power: int = _POWERS.index(prefix.lower() or " ")
+    power: int = _POWERS.index(prefix.lower())
     return float(number) * base**power
 
 

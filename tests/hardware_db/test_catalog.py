@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsmp.errors import AmbiguousHardwareError, UnknownHardwareError
+from dsmp.errors import AmbiguousHardwareError, NodeIsNoDeviceError, UnknownHardwareError
 from dsmp.hardware_db import load_catalog, names, resolve
 from dsmp.hardware_db.device_row import GROUPS
 from dsmp.hardware_db.names import normalise, strip_vendor
@@ -221,6 +221,13 @@ def test_unknown_names_get_near_matches(name, hint):
 def test_no_name_matches_by_substring(name):
     with pytest.raises(UnknownHardwareError):
         resolve(name)
+
+
+def test_a_number_is_completed_and_a_node_is_told_from_a_device():
+    with pytest.raises(UnknownHardwareError, match="Did you mean 'rtx-4090'"):
+        resolve("4090")
+    with pytest.raises(NodeIsNoDeviceError, match="'hgx-h800' is a node of 8 h800, not a device"):
+        resolve("hgx-h800")
 
 
 def test_normalising_names():

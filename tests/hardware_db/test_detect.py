@@ -366,8 +366,8 @@ def test_files_add_devices_and_measurements_to_the_running_one(tmp_path, monkeyp
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: raw)
     found = detect([file])
     assert (found.id, found.measured.date, found.overlays) == ("our-board", "2026-11-30", ("ours.toml",))
-    assert resolve_hardware("auto", files=[file]) == found
-    assert resolve_hardware("our board", files=[file]).measured == found.measured
+    assert resolve_hardware("auto", hardware_file=[file]) == found
+    assert resolve_hardware("our board", hardware_file=[file]).measured == found.measured
     assert detect().id == "nv-sm-90" and detect().measured is None
     raw.multi_processor_count = 50
     assert detect([file]).measured is None, "a slice was not measured"

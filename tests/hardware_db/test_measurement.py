@@ -91,6 +91,8 @@ def test_slow_formats_are_refused_with_the_measured_ratio(measured):
     assert measured.slower_than_fp32("bf16") == pytest.approx(0.02)
     assert measured.slower_than_fp32("int8") is None, "int8 was measured faster"
     assert measured.slower_than_fp32("fp16") is None, "fp16 was not measured"
+    near = GemmShape(m=250, n=260, k=256)
+    assert measured.slower_than_fp32("bf16", shape=near) == pytest.approx(0.02)
     verdict = measured.supports("linear", 0, "bf16")
     assert not verdict and "measured 0.02 times as fast as fp32's here" in verdict.reason
 
@@ -134,6 +136,19 @@ def test_the_ratio_is_a_geometric_mean_over_common_shapes():
     ]
     ratio = parse_measurement(edited(gemm=gemm), "m.toml").ratio_to_fp32("bf16@fp32")
     assert ratio == pytest.approx(math.sqrt(0.02 * 0.5))
+
+
+def test_the_ratio_near_a_shape_is_that_shapes():
+    one_row = {"m": 1, "n": 1024, "k": 1024}
+    gemm = [
+        *TABLE["gemm"],
+        {"format": "fp32", "accumulate": "fp32", **one_row, "flop_per_s": 1e9, "operator": "aten.mm"},
+        {"format": "bf16", "accumulate": "fp32", **one_row, "flop_per_s": 2e9, "operator": "aten.mm"},
+    ]
+    measurement = parse_measurement(edited(gemm=gemm), "m.toml")
+    assert measurement.ratio_to_fp32("bf16@fp32", GemmShape(**one_row)) == 2
+    assert measurement.ratio_to_fp32("bf16@fp32", GemmShape(**SQUARE)) == pytest.approx(0.02)
+    assert measurement.ratio_to_fp32("fp16@fp32", GemmShape(**SQUARE)) is None
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,9 @@ def test_detection_and_calibration(own: Path, tmp_path: Path, units: int, calibr
         stream = io.StringIO()
         print_device(Printer(stream), found.device)
         assert "memory 3 TB/s, launch 4 µs" in stream.getvalue()
-        assert "measured GEMMs in bf16@fp32 at best 5 TFLOPS, 0.5 times as fast as fp32" in stream.getvalue()
+        assert (
+            "measured GEMMs in bf16@fp32 at best 5 TFLOPS; 0.5 times as fast as fp32 in the mean" in stream.getvalue()
+        )
     else:
         assert found.calibration.startswith("none for 50 units; there is one for 100 units (measured.toml)")
 
