@@ -19,6 +19,7 @@ from torch import fx
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from ..errors import PlanHardwareError, UnknownHardwareError
 from ..hardware_db.capability import Device
 from ..hardware_db.detect import detect, resolve_hardware
 from ..passes.keys import ModuleNames
@@ -83,9 +84,17 @@ class PrecisionPass(CustomGraphPass):
         # A plan's own rules are what people edit in the file: they are applied again, before those of the options.
         self.rules = [*(plan.rules if plan is not None else ()), *options.rules]
         wanted = plan.hardware if plan is not None and options.hardware is None else options.hardware
-        self.device = self._device(wanted)
+        try:
+            self.device = self._device(wanted)
+        except UnknownHardwareError:
+            if plan is None or wanted != plan.hardware or not plan.hardware_data:
+                raise
+            raise PlanHardwareError(
+                f"the plan is for {plan.hardware!r}, which no data file here has; of its figures the plan says: "
+                f"{'; '.join(plan.hardware_data)}. Give the file: options={{'hardware_file': 'FILE.toml'}}."
+            ) from None
         if plan is not None:
-            if self.device.id != self._device(plan.hardware).id:
+            if self.device.id != plan.hardware:
                 log.warning("dsmp: a plan made for %s is replayed for %s", plan.hardware, self.device.id)
             check_plan_hardware(plan, self.device)
 
@@ -141,6 +150,7 @@ class PrecisionPass(CustomGraphPass):
                 [r.model_dump() for r in self.rules],
                 repr(self.device),
                 self.device.profile.model_dump_json(),
+                sorted(self.device.vector_peaks.items()) + sorted(self.device.matrix_peaks.items()),
                 self.device.measured.model_dump_json() if self.device.measured else None,
                 self.running.id,
                 self.options.strict,

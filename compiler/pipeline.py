@@ -12,7 +12,7 @@ import torch
 from ..errors import PlanHardwareError, PlanMismatchError, RuleError
 from ..hardware_db.capability import Device
 from ..hardware_db.formats import get_format
-from ..hardware_db.schema import OpClass
+from ..hardware_db.schema import OpClass, natural_accumulator
 from ..passes.keys import NodeKey
 from ..passes.plan import (
     GEMM_CLASSES,
@@ -23,7 +23,7 @@ from ..passes.plan import (
     Rule,
     fingerprint,
 )  # fmt: skip
-from ..passes.select_default import require, rules_without_a_node, select_default, sum_format
+from ..passes.select_default import require, rules_without_a_node, select_default
 from .capture import Capture
 from .execution import predict_execution
 
@@ -93,8 +93,9 @@ def _not_executed(decision: Decision, is_gemm: bool) -> str:
         return ""
     if not is_gemm and decision.compute != decision.traced:
         return f"only GEMMs compute in another format than traced ({decision.traced}); set output to store it narrower"
-    if decision.accumulate != sum_format(decision.compute):
-        return f"{decision.compute} is accumulated in {sum_format(decision.compute)}, not in {decision.accumulate}"
+    natural = natural_accumulator(decision.compute)
+    if decision.accumulate != natural:
+        return f"{decision.compute} is accumulated in {natural}, not in {decision.accumulate}"
     fmt = get_format(decision.compute)
     scaled = decision.recipe != "none"
     if scaled and (fmt.storage_bits > 16 or decision.compute == "bf16"):

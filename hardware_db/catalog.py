@@ -34,7 +34,7 @@ from .capability import Device
 from .checks import check_detection, check_node, check_references, check_row
 from .derivation import device_from_row
 from .device_row import DeviceRow
-from .inheritance import merge, resolve_profiles
+from .inheritance import Layers, flatten, resolve_profiles
 from .measurement import Measurement
 from .names import Level, class_id, group_levels, level, look_up, normalise, product_levels
 from .overlays import HardwareFile, Stamp, overlay_files, read_overlay
@@ -43,7 +43,7 @@ from .schema import Architecture
 from .topology import Link, Node
 
 _TABLES = {"architecture": "key", "device": "id", "link": "kind", "node": "id", "measurement": "device"}
-_Tables = dict[str, dict[str, tuple[str, dict[str, Any]]]]
+_Tables = dict[str, dict[str, Layers]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +164,16 @@ def load_catalog(hardware_file: HardwareFile = ()) -> Catalog:
 
 @lru_cache(maxsize=8)
 def _load(overlays: tuple[Stamp, ...]) -> Catalog:
-    return build_catalog(_shipped_texts(), {str(o.path): read_overlay(o.path) for o in overlays})
+    texts: dict[str, str] = {}
+    for overlay in overlays:
+        texts.pop(str(overlay.path), None)  # a file named again comes where it is named last
+        texts[str(overlay.path)] = read_overlay(overlay.path)
+    try:
+        return build_catalog(_shipped_texts(), texts)
+    except HardwareDataError as error:
+        if not texts or any(path in str(error) for path in texts):
+            raise
+        raise HardwareDataError(f"{', '.join(texts)}: changes records of dsmp's so that they fail: {error}") from None
 
 
 @lru_cache(maxsize=1)
@@ -196,22 +205,23 @@ def build_catalog(texts: Mapping[str, str], overlays: Mapping[str, str] | None =
     for file, text in (overlays or {}).items():
         for key in _collect(tables, measured, file, text, correct=True):
             changed[key] = (*changed.get(key, ()), Path(file).name)
-    raw_profiles = tables["architecture"]
-    architectures = parse_architectures(resolve_profiles(raw_profiles))
-    rows = parse_devices(tables["device"])
+    architectures = parse_architectures(resolve_profiles(tables["architecture"]))
+    flat = {
+        kind: {k: (layers[-1][0], flatten(kind, k, layers)) for k, layers in tables[kind].items()}
+        for kind in ("device", "link", "node")
+    }
+    rows = parse_devices(flat["device"])
     for row in rows.values():
-        file = tables["device"][row.id][0]
+        file = flat["device"][row.id][0]
         if row.arch not in architectures:
-            near = near_matches(row.arch, architectures) or sorted(architectures)
-            raise HardwareDataError(
-                f"{file}: device {row.id!r}: arch: no profile {row.arch!r}; did you mean {' or '.join(near)}?"
-            )
+            near = near_matches(row.arch, architectures)
+            hint = f"; did you mean {' or '.join(near)}?" if near else "; `dsmp hardware show` tells profiles."
+            raise HardwareDataError(f"{file}: device {row.id!r}: arch: no profile {row.arch!r}{hint}")
         check_row(row, architectures[row.arch], file)
-    links = parse_links(tables["link"])
-    nodes = parse_nodes(tables["node"])
+    links, nodes = parse_links(flat["link"]), parse_nodes(flat["node"])
     for key, node in nodes.items():
-        check_node(node, rows, links, tables["node"][key][0])
-    check_references(architectures, rows, {k: file for k, (file, _) in raw_profiles.items()})
+        check_node(node, rows, links, flat["node"][key][0])
+    check_references(architectures, rows, {k: layers[-1][0] for k, layers in tables["architecture"].items()})
     check_detection(rows, architectures)
     return Catalog(
         architectures=architectures,
@@ -234,11 +244,10 @@ def _collect(
             continue
         for table in records:
             key = str(table.get(_TABLES[kind], "?"))
-            known = tables[kind].get(key)
-            if known is not None and not correct:
-                raise HardwareDataError(f"{file}: {kind} {key!r} is already in {known[0]}.")
-            where = f"{file}: {kind} {key!r}"
-            tables[kind][key] = (file, merge(known[1], table, where) if known else table)
+            known = tables[kind].get(key, ())
+            if known and (not correct or key in keys):
+                raise HardwareDataError(f"{file}: {kind} {key!r} is already in {known[-1][0]}.")
+            tables[kind][key] = (*known, (file, table))
             keys.append(key)
     return keys
 

@@ -11,6 +11,8 @@ from .names import normalise, strip_vendor
 from .schema import Architecture
 from .topology import Link, Node
 
+RESERVED = ("auto", "cpu")
+"""Names that never mean a row."""
 STATED_TOLERANCE = 0.03
 """Largest accepted relative distance between a derived peak and the vendor's."""
 
@@ -18,6 +20,10 @@ STATED_TOLERANCE = 0.03
 def check_row(row: DeviceRow, profile: Architecture, file: str) -> None:
     """A rated device has a clock and cores that fit its units; one with totals only has a peak to plan with."""
     where = f"{file}: device {row.id!r}"
+    if row.id in RESERVED:
+        raise HardwareDataError(f"{where}: id: {', '.join(RESERVED)} mean the running device, take another id.")
+    if empty := [n for n in (*row.aliases, row.name) if not normalise(n)]:
+        raise HardwareDataError(f"{where}: {empty[0]!r} has neither letters nor digits, so nobody could type it.")
     if profile.totals_only:
         if not row.stated_matrix_tflops_per_card:
             raise HardwareDataError(f"{where}: stated_matrix_tflops_per_card: missing, and {profile.key} has no rates.")

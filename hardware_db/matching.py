@@ -196,6 +196,8 @@ def _running(row: DeviceRow, properties: Properties, catalog: Catalog) -> Device
     """A product with the runtime's units and memory."""
     device = catalog.device(row.id)
     units, memory = properties.units or device.units, properties.memory_bytes or device.memory_bytes
+    if device.profile.totals_only:
+        units = device.units  # the vendor's totals are of the whole chip, whatever the runtime counts
     # main memory that a GPU shares comes in any size and tells nothing of the product
     whole = row.segment == "integrated" or _same_memory(device.memory_bytes, memory)
     if units == device.units and whole:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from datetime import date
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, field_validator
@@ -20,6 +21,7 @@ from .work import GemmShape
 Size = Annotated[int, Field(ge=1, le=2**31)]
 Rate = Annotated[float, Field(gt=0, le=1e17)]
 BytesPerSecond = Annotated[float, Field(gt=0, le=1e14)]
+MemoryBandwidth = Annotated[float, Field(ge=1e7, le=1e14)]
 Seconds = Annotated[float, Field(gt=0, le=100)]
 CollectiveOp = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 
@@ -104,11 +106,17 @@ class Measurement(BaseModel):
     units: Annotated[int, Field(ge=1, le=2048)]
     date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")]
     torch: Text
-    memory_bandwidth_bytes_per_s: BytesPerSecond
+    memory_bandwidth_bytes_per_s: MemoryBandwidth
     launch_overhead_s: Seconds
     gemm: Annotated[tuple[GemmPoint, ...], Field(min_length=1)]
     conversion: tuple[Conversion, ...] = ()
     collective: tuple[CollectivePoint, ...] = ()
+
+    @field_validator("date", mode="after")
+    @classmethod
+    def _date_exists(cls, text: str) -> str:
+        date.fromisoformat(text)
+        return text
 
     def applies_to(self, device_id: str, name: str, units: int) -> bool:
         """Whether this was taken on the device of that id, name and number of units."""

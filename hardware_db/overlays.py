@@ -38,7 +38,10 @@ def overlay_files(named: HardwareFile = ()) -> tuple[Stamp, ...]:
     """The user's files, then the named ones. Raises `HardwareDataError` for a named file that is none."""
     folder = user_folder()
     named = (named,) if isinstance(named, str | os.PathLike) else named
-    own = sorted(p for p in folder.iterdir() if p.suffix == SUFFIX) if folder.is_dir() else []
+    try:
+        own = sorted(p for p in folder.iterdir() if p.suffix == SUFFIX) if folder.exists() else []
+    except OSError as error:
+        raise HardwareDataError(f"{folder}: the folder of your own data files cannot be read: {error}.") from None
     return tuple(_stamp(Path(p)) for p in (*own, *named))
 
 
@@ -53,8 +56,8 @@ def read_overlay(path: Path) -> str:
 def _stamp(path: Path) -> Stamp:
     try:
         found = path.stat()
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise HardwareDataError(
-            f"{path}: no such hardware data file ({error.strerror}). Give a TOML file of [[device]] tables."
+            f"{path}: no such hardware data file ({error}). Give a TOML file of [[device]] tables."
         ) from None
     return Stamp(path.absolute(), found.st_mtime_ns, found.st_size)

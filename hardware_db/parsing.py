@@ -13,30 +13,32 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from ..errors import HardwareDataError, near_matches
 from .device_row import DeviceRow
-from .inheritance import Raw
 from .measurement import Measurement
 from .schema import Architecture
 from .topology import Link, Node
 
 _ModelT = TypeVar("_ModelT", bound=BaseModel)
 
+Tables = Mapping[str, tuple[str, Mapping[str, Any]]]
+"""Tables by key, each with the file to name in errors."""
 
-def parse_architectures(tables: Raw) -> dict[str, Architecture]:
+
+def parse_architectures(tables: Tables) -> dict[str, Architecture]:
     """Validate merged profile tables."""
     return _parse_all(Architecture, tables, "architecture")
 
 
-def parse_devices(tables: Raw) -> dict[str, DeviceRow]:
+def parse_devices(tables: Tables) -> dict[str, DeviceRow]:
     """Validate device tables."""
     return _parse_all(DeviceRow, tables, "device")
 
 
-def parse_links(tables: Raw) -> dict[str, Link]:
+def parse_links(tables: Tables) -> dict[str, Link]:
     """Validate link tables."""
     return _parse_all(Link, tables, "link")
 
 
-def parse_nodes(tables: Raw) -> dict[str, Node]:
+def parse_nodes(tables: Tables) -> dict[str, Node]:
     """Validate node tables."""
     return _parse_all(Node, tables, "node")
 
@@ -46,7 +48,7 @@ def parse_measurement(table: Mapping[str, Any], file: str) -> Measurement:
     return _parse(Measurement, table, f"{file}: measurement of {table.get('device', '?')!r}")
 
 
-def _parse_all(model: type[_ModelT], tables: Raw, kind: str) -> dict[str, _ModelT]:
+def _parse_all(model: type[_ModelT], tables: Tables, kind: str) -> dict[str, _ModelT]:
     """All tables of a kind in one go, which is fast; one by one only to tell which of them is wrong."""
     try:
         # through JSON: strict types, while arrays may still fill tuples and tables may fill nested models

@@ -233,7 +233,7 @@ class Architecture(BaseModel):
     scratchpad_bytes_per_unit: Annotated[int, Field(ge=1024, le=2**24)] | None = None
     vector: dict[str, Rate] = Field(default_factory=dict)
     matrix: dict[str, Rate] = Field(default_factory=dict)
-    sparsity_factor: Literal[1, 2] = 1
+    sparsity_factor: Literal[1, 2, 4] = 1
     fp8_flavour: Literal["ocp", "fnuz"] | None = None
     mx_formats: tuple[str, ...] = ()
     io_formats: tuple[str, ...]

@@ -21,7 +21,7 @@ from torch import fx
 from ..errors import PlanHardwareError
 from ..hardware_db.capability import Device
 from ..hardware_db.formats import get_format, split_recipe
-from ..hardware_db.schema import Choice, OpClass
+from ..hardware_db.schema import Choice, OpClass, natural_accumulator
 from .cast_motion import operand_storage
 from .cost import CostModel, format_of
 from .gemm import gemm_op, operand_nodes
@@ -113,17 +113,14 @@ class _Selector:
             return self._gemm_forced(node, key, traced, forced)
         refusals: list[str] = []
         allowed = [c for c in self._ladder(node, key) if self._allowed(node, key, traced, c, refusals)]
-        allowed.append(Choice(format=traced, accumulate=sum_format(traced)))
+        allowed.append(Choice(format=traced, accumulate=natural_accumulator(traced)))
         flops = self.flops[node]
-        times = {
-            c.format: self._gemm_time(node, key, traced, flops, c) for c in reversed(allowed) if self._runs(key, c)
-        }
+        times = {c.format: self._gemm_time(node, key, traced, flops, c) for c in reversed(allowed)}
         chosen = allowed[0]
         code = "tier"
         if get_format(chosen.format).storage_bits <= 8:
             wider = next(c for c in allowed if get_format(c.format).storage_bits > 8)
-            # a device may have no rate for what was traced (bf16 on one without bf16 units): nothing to compare
-            if wider.format in times and times[chosen.format] >= times[wider.format]:
+            if times[chosen.format] >= times[wider.format]:
                 refusals.append(
                     f"{chosen.format} does not pay: {1e6 * times[chosen.format]:.1f} us with quantisation, "
                     f"{wider.format} takes {1e6 * times[wider.format]:.1f} us"
@@ -134,6 +131,9 @@ class _Selector:
         text = f"{self.device.id} tier for {key.op}: {chosen.format}"
         if chosen.format == traced:
             text = f"kept in {traced} as traced"
+            verdict = self.device.supports(_class(key), None, traced, chosen.accumulate)
+            if not verdict.ok:
+                refusals.append(f"emulated, timed as fp32: {verdict.reason.rstrip('.')}")
         elif chosen.recipe != "none":
             text += f" scaled {self._recipe(node, chosen)}"
         text += "".join(f"; {r}" for r in refusals)
@@ -188,32 +188,36 @@ class _Selector:
 
     def _gemm_forced(self, node: fx.Node, key: NodeKey, traced: str, rule: Rule) -> _Formats:
         ladder = [c for c in self.device.ladder(_class(key)) if c.format == rule.format]
-        choice = ladder[0] if ladder else Choice(
-            format=rule.format, recipe=_DEFAULT_RECIPES.get(rule.format, "none"), accumulate=sum_format(rule.format)
-        )  # fmt: skip
+        recipe, accumulate = _DEFAULT_RECIPES.get(rule.format, "none"), natural_accumulator(rule.format)
+        choice = ladder[0] if ladder else Choice(format=rule.format, recipe=recipe, accumulate=accumulate)
         if choice.format != traced:
             require(self.device, str(key), _class(key), choice.format, choice.accumulate)
         flops = self.flops[node]
-        choices = {c.format: c for c in (choice, Choice(format=traced, accumulate=sum_format(traced)))}
+        choices = {c.format: c for c in (choice, Choice(format=traced, accumulate=natural_accumulator(traced)))}
         return _Formats(
             compute=choice.format,
             recipe=self._recipe(node, choice) if choice.format != traced else "none",
             accumulate=choice.accumulate,
             output=self._gemm_output(key, traced, choice.format),
             reason=Reason(code="rule", text=f"the rule {rule.match!r} asks for {rule.format}"),
-            time_us={
-                f: 1e6 * self._gemm_time(node, key, traced, flops, c) for f, c in choices.items() if self._runs(key, c)
-            },
+            time_us={f: 1e6 * self._gemm_time(node, key, traced, flops, c) for f, c in choices.items()},
         )
 
     def _runs(self, key: NodeKey, choice: Choice) -> bool:
         return self.device.supports(_class(key), None, choice.format, choice.accumulate).ok
 
     def _gemm_time(self, node: fx.Node, key: NodeKey, traced: str, flops: int, choice: Choice) -> float:
+        """Predicted seconds; what was traced and the device lacks is timed as fp32, which is how it is emulated."""
+        if not self._runs(key, choice) and self._measured_rate(choice) is None:
+            choice = Choice(format="fp32")
         recipes = split_recipe(self._recipe(node, choice))
         output = self._gemm_output(key, traced, choice.format)
         storage = operand_storage(self.device.storage, traced, choice.format)
         return self.cost.gemm_time(node, flops, choice.format, recipes, choice.accumulate, output, storage)
+
+    def _measured_rate(self, choice: Choice) -> float | None:
+        measured = self.device.measured
+        return measured.ratio_to_fp32(f"{choice.format}@{choice.accumulate}") if measured else None
 
     def _recipe(self, node: fx.Node, choice: Choice) -> str:
         """The ladder's `activation/weight` recipe in the order of this node's operands."""
@@ -238,7 +242,7 @@ class _Selector:
     def _kept(self, node: fx.Node, key: NodeKey) -> _Formats:
         rule = rule_of(node)
         traced = _traced(node)
-        accumulate = sum_format(traced)
+        accumulate = natural_accumulator(traced)
         forced = self._forced(str(key))
         if forced is not None and forced.format in _STORABLE and value_of(node) is not None:
             require(self.device, str(key), class_of(node), forced.format, accumulate)
@@ -278,7 +282,7 @@ class _Selector:
             known = self.formats.get(source.args[0])  # type: ignore[arg-type]
         held = known.output if known else _traced(node)
         return _Formats(
-            compute=held, recipe="none", accumulate=sum_format(held), output=held,
+            compute=held, recipe="none", accumulate=natural_accumulator(held), output=held,
             reason=Reason(code="view", text="no arithmetic: takes the format of what it reads"),
         )  # fmt: skip
 
@@ -359,13 +363,6 @@ def _traced(node: fx.Node) -> str:
     dtype = float_dtype(node)
     assert dtype in FLOAT_DTYPES
     return format_of(dtype) or "fp32"
-
-
-def sum_format(name: str) -> str:
-    """The format in which products of a format are added up: int32 for integers, fp64 for fp64, else fp32."""
-    if name in ("int8", "int4"):
-        return "int32"
-    return "fp64" if name == "fp64" else "fp32"
 
 
 def _narrower(candidate: str, traced: str) -> bool:

@@ -16,12 +16,14 @@ from ...errors import InvalidOptionError
 from ...hardware_db.measurement import Measurement
 
 _OPTION = "--output"
+_HEAD_LINES = 3
+_HEAD = "# Written by `dsmp hardware calibrate`"
 
 
 def to_toml(measurement: Measurement) -> str:
     """One [[measurement]] table; read as a data file it gives the same record."""
     lines = [
-        f"# Written by `dsmp hardware calibrate` on {measurement.date}. Plans for the running device use it, and name",
+        f"{_HEAD} on {measurement.date}. Plans for the running device use it, and name",
         "# this file, as long as its id, name and number of units are those below. Rates are FLOP/s (a multiply-add",
         "# counts as two) and bytes/s (read and written), times are seconds.",
         "",
@@ -40,6 +42,8 @@ def check_writable(path: Path) -> None:
     target, folder = Path(os.path.realpath(path)), Path(os.path.realpath(path)).parent
     if target.is_dir():
         raise InvalidOptionError(_OPTION, str(path), "a file; this is a folder")
+    if target.exists() and not target.is_file():
+        raise InvalidOptionError(_OPTION, str(path), "a regular file; this is a device, pipe or socket")
     if not folder.is_dir():
         raise InvalidOptionError(_OPTION, str(path), f"a file in a folder that exists; there is no {folder}")
     try:
@@ -54,6 +58,10 @@ def check_writable(path: Path) -> None:
     if other := [key for key in held if key != "measurement"]:
         raise InvalidOptionError(
             _OPTION, str(path), f"a new file, or one with measurements only, to be replaced; this one has {other[0]}"
+        )
+    if len(held.get("measurement", [])) > 1 or (held and not _written_by_us(target)):
+        raise InvalidOptionError(
+            _OPTION, str(path), "a new file, or one that calibrate wrote; this one has been written or added to by hand"
         )
 
 
@@ -74,6 +82,13 @@ def write(measurement: Measurement, path: Path) -> None:
         raise InvalidOptionError(_OPTION, str(path), f"a file that can be written ({error})") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _written_by_us(target: Path) -> bool:
+    """Whether a file begins as ours do and has no comment of anybody else's."""
+    lines = target.read_text(encoding="utf-8").splitlines()
+    comments = [line for line in lines if line.lstrip().startswith("#")]
+    return bool(lines) and lines[0].startswith(_HEAD) and len(comments) == _HEAD_LINES
 
 
 def _beside(target: Path) -> Path:

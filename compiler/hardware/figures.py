@@ -13,7 +13,7 @@ _WORDS = {
     "isa": "instruction set",
     "l2": "L2",
     "llc": "last-level cache",
-    "sparsity factor": "2:4 sparsity",
+    "sparsity factor": "structured sparsity",
     "tdp per card": "power limit per card",
 }
 

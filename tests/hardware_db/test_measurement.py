@@ -157,6 +157,8 @@ def test_the_ratio_near_a_shape_is_that_shapes():
         ({"gemm": []}, "gemm: Tuple should have at least 1 item"),
         ({"launch_overhead_s": 0.0}, "launch_overhead_s: Input should be greater than 0"),
         ({"date": "today"}, "date: String should match pattern"),
+        ({"date": "2026-99-99"}, "date: "),
+        ({"memory_bandwidth_bytes_per_s": 25.0}, "memory_bandwidth_bytes_per_s: Input should be greater"),
         ({"bandwidth": 1.0}, "bandwidth: unknown key"),
         ({"gemm": [{**TABLE["gemm"][0], "format": "fp33"}]}, "gemm.0.format: unknown format 'fp33'"),
         ({"gemm": [{**TABLE["gemm"][0], "m": 0}]}, "gemm.0.m: Input should be greater than or equal to 1"),

@@ -85,6 +85,34 @@ def test_later_files_win_over_earlier_ones(overlay):
     assert catalog.changed_by["lab-a"] == ("second.toml", "third.toml")
 
 
+def test_zero_deletes_what_an_overlay_corrects_however_it_is_spelled(overlay):
+    stated = "".join(
+        f'[[device]]\nid = "{i}"\nstated_matrix_tflops_per_card = {{ "tf32@fp32" = 0 }}\n'
+        for i, r in load_catalog().rows.items()
+        if r.arch == "nv.sm_90.h20" and "tf32@fp32" in r.stated_matrix_tflops_per_card
+    )
+    text = '[[architecture]]\nkey = "nv.sm_90.h20"\nmatrix = { "tf32@fp32" = 0 }\nvector = { fp64 = 0 }\n'
+    fp64 = '[[device]]\nid = "h20"\nstated_vector_tflops_per_card = { fp64 = 0 }\n'
+    stated = stated.replace('[[device]]\nid = "h20"\n', fp64, 1)
+    device = load_catalog([overlay(text + stated)]).resolve("h20")
+    assert "tf32@fp32" not in device.matrix_peaks and "fp64@fp64" not in device.vector_peaks
+    assert resolve("h20").peak("tf32") > 0 and resolve("h20").peak("fp64") > 0
+
+
+def test_an_overlay_that_breaks_shipped_records_is_named(overlay):
+    file = overlay('[[architecture]]\nkey = "nv.sm_90"\nmatrix = { "bf16@fp32" = 2048 }\n')
+    with pytest.raises(HardwareDataError, match="twice as much") as caught:
+        load_catalog([file])
+    assert str(file) in str(caught.value)
+
+
+def test_a_file_named_again_counts_where_it_is_named_last(overlay):
+    first = overlay('[[device]]\nid = "a100"\nyear = 2021\n', "first.toml")
+    second = overlay('[[device]]\nid = "a100"\nyear = 2022\n', "second.toml")
+    assert load_catalog([first, second]).rows["a100"].year == 2022
+    assert load_catalog([first, second, first]).rows["a100"].year == 2021
+
+
 def test_files_of_the_users_folder_count_without_being_named():
     folder = user_folder()
     assert folder == user_config_path("dsmp") / "hardware"
@@ -125,6 +153,9 @@ def test_files_of_the_users_folder_count_without_being_named():
         ('[[architecture]]\nkey = "nv.sm_80"\nmatrix = { "bf16@fp8_e4m3" = 1 }\n', "is not one of fp64, fp32"),
         ('[[device]]\nid = "a100"\nunits = 54\n', "cores: 6912 are not 54 units of 64 lanes"),
         ("[[device]]\nunits = 3\n", "device '?'"),
+        (NEW_DEVICE.replace('"lab-card"', '"auto"'), "id: auto, cpu mean the running device"),
+        ('[[architecture]]\nkey = "nv.own"\nparent = ["nv.sm_80"]\n', "parent: the key of a profile in quotes"),
+        (NEW_DEVICE + NEW_DEVICE, "device 'lab-card' is already in"),
         (
             "[[devices]]\n",
             "devices: allowed are [[architecture]], [[device]], [[link]], [[node]], [[measurement]] tables",

@@ -56,7 +56,7 @@ def test_the_valid_records_pass():
         ("isa_default", True, "reference is missing"),
         ("single_unit_bandwidth_bytes_per_s", 1e9, "belongs to CPU profiles"),
         ("vendor", "nvidea", "vendor: Input should be 'nvidia', 'amd'"),
-        ("sparsity_factor", 4, "sparsity_factor: Input should be 1 or 2"),
+        ("sparsity_factor", 3, "sparsity_factor: Input should be 1, 2 or 4"),
         ("lanes_per_unit", 0, "lanes_per_unit: Input should be greater than or equal to 1"),
         ("matrix/fp8_e4m3@fp32", 2048, "fp8_flavour is None, but ['ocp']"),
         ("io_formats", ["fp32", "bf17"], "unknown format 'bf17'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import rtoml
@@ -46,7 +47,7 @@ def read(text):
         {"conversion": (), "collective": ()},
         {"name": 'a "quoted" \\ name, µ = 5 # no comment\n\t\x7f'},
         {"memory_bandwidth_bytes_per_s": 1.2345678901234567e13, "launch_overhead_s": 1e-9},
-        {"memory_bandwidth_bytes_per_s": 7.0, "launch_overhead_s": 0.1 + 0.2},
+        {"memory_bandwidth_bytes_per_s": 7e7, "launch_overhead_s": 0.1 + 0.2},
     ],
 )
 def test_what_is_written_is_read_again(changes):
@@ -113,3 +114,15 @@ def test_a_protected_folder_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(InvalidOptionError, match="replaced"):
         check_writable(tmp_path / "rates.toml")
+
+
+def test_what_is_no_regular_file_or_not_ours_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidOptionError, match="a regular file; this is a device"):
+        check_writable(Path("/dev/null"))
+    measured = tmp_path / "measured.toml"
+    write(record(), measured)
+    check_writable(measured)
+    measured.write_text(measured.read_text() + "# my notes\n")
+    with pytest.raises(InvalidOptionError, match="written or added to by hand"):
+        check_writable(measured)
+    assert "# my notes" in measured.read_text()

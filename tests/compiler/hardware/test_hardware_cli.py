@@ -231,7 +231,7 @@ def test_calibrate_is_wired(monkeypatch: pytest.MonkeyPatch, own: Path) -> None:
         ("peak_share.fp8_e4m3", 0.78, "peak share fp8_e4m3 78 %"),
         ("matrix_peak_flop_per_s.fp8_e4m3@fp32", 1.979e15, "matrix peak fp8_e4m3@fp32 1,979 TFLOPS"),
         ("matrix_peak_flop_per_s.int8@int32", 6.24e14, "matrix peak int8@int32 624 TOPS"),
-        ("sparsity_factor", 1, "2:4 sparsity none"),
+        ("sparsity_factor", 1, "structured sparsity none"),
         ("mx_formats", (), "mx formats none"),
         ("year", 2022, "year 2022"),
         ("cores", 16896, "cores 16,896"),
