@@ -22,6 +22,12 @@ def near_matches(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
     return [lowered[m] for m in difflib.get_close_matches(name.lower(), lowered, n=limit, cutoff=0.5)]
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`did you mean a or b?`, or "" where no known name is near."""
+    near = near_matches(name, known)
+    return f"did you mean {' or '.join(near)}?" if near else ""
+
+
 def _unknown(kind: str, name: str, known: Iterable[str], remedy: str) -> str:
     names = sorted(known)
     near = near_matches(name, names)

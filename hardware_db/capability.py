@@ -188,13 +188,17 @@ class Device:
         `accumulate` None means fp32, int32 for ints and fp64 for fp64. Raises `UnsupportedFormatError` with
         the verdict's reason when there is no rate.
         """
-        get_format(format)
-        accumulate = natural_accumulator(format) if accumulate is None else _accumulator(format, accumulate)
-        key = f"{format}@{accumulate}"
+        key = _rate_key(format, accumulate)
         peak = self.matrix_peaks.get(key) or self.vector_peaks.get(key)
         if peak is None:
-            raise UnsupportedFormatError(f"{self._no_rate(format, accumulate)}.")
+            raise UnsupportedFormatError(f"{self._no_rate(*key.split('@'))}.")
         return peak
+
+    def rated(self, format: str, accumulate: str | None = None) -> bool:
+        """Whether `time` can tell anything of GEMMs in `format`: there is a peak, or it was measured."""
+        key = _rate_key(format, accumulate)
+        known = key in self.matrix_peaks or key in self.vector_peaks
+        return known or (self.measured is not None and any(p.key == key for p in self.measured.gemm))
 
     def vector_peak(self, format: str = "fp32") -> float:
         """FLOP/s of elementwise arithmetic on operands in `format`.
@@ -218,8 +222,7 @@ class Device:
 
         Raises `UnsupportedFormatError` when there is no rate.
         """
-        key = f"{format}@{natural_accumulator(format) if accumulate is None else _accumulator(format, accumulate)}"
-        rate = self.measured.rate(key, shape) if self.measured else None
+        rate = self.measured.rate(_rate_key(format, accumulate), shape) if self.measured else None
         if rate is not None:
             return rate
         occupancy = shape.occupancy(self.units) if self.kind == "gpu" else 1.0
@@ -248,8 +251,7 @@ class Device:
     ) -> float | None:
         """The measured rate of `format` as a multiple of fp32's, near a shape or on the whole, if it was measured and
         is no faster, else None."""
-        key = f"{format}@{natural_accumulator(format) if accumulate is None else _accumulator(format, accumulate)}"
-        ratio = self.measured.ratio_to_fp32(key, shape) if self.measured else None
+        ratio = self.measured.ratio_to_fp32(_rate_key(format, accumulate), shape) if self.measured else None
         return ratio if ratio is not None and ratio <= 1 else None
 
     def scaled(self, *, units: int, memory_bytes: int, memory_bandwidth: float, l2_bytes: int | None) -> Device:
@@ -363,6 +365,12 @@ def _accumulator(format: str, accumulate: str) -> str:
     """`accumulate`, except that the default "fp32" gives way to what ints and fp64 accumulate in."""
     get_format(accumulate)
     return natural_accumulator(format) if accumulate == "fp32" else accumulate
+
+
+def _rate_key(format: str, accumulate: str | None) -> str:
+    """`format@accumulate` with what None and "fp32" stand for. Raises `UnknownFormatError`."""
+    get_format(format)
+    return f"{format}@{_accumulator(format, 'fp32' if accumulate is None else accumulate)}"
 
 
 def _other_fp8_flavour(format: str) -> str | None:

@@ -81,11 +81,11 @@ class Catalog:
     def device(self, device_id: str) -> Device:
         """The device with exactly this id (KeyError if there is none)."""
         row, profile = self.rows[device_id], self.profile(device_id)
-        overlays = [f for key in (*self._lineage(profile), row.id) for f in self.changed_by.get(key, ())]
+        overlays = [f for key in (*self.lineage(profile), row.id) for f in self.changed_by.get(key, ())]
         return device_from_row(row, profile, tuple(dict.fromkeys(overlays)))
 
-    def _lineage(self, profile: Architecture) -> list[str]:
-        """The keys of a profile and of all that it inherits from."""
+    def lineage(self, profile: Architecture) -> list[str]:
+        """The keys of a profile and of all that it inherits from, nearest first."""
         keys = [profile.key]
         while profile.parent is not None:
             profile = self.architectures[profile.parent]
@@ -211,13 +211,8 @@ def build_catalog(texts: Mapping[str, str], overlays: Mapping[str, str] | None =
         for kind in ("device", "link", "node")
     }
     rows = parse_devices(flat["device"])
-    for row in rows.values():
-        file = flat["device"][row.id][0]
-        if row.arch not in architectures:
-            near = near_matches(row.arch, architectures)
-            hint = f"; did you mean {' or '.join(near)}?" if near else "; `dsmp hardware show` tells profiles."
-            raise HardwareDataError(f"{file}: device {row.id!r}: arch: no profile {row.arch!r}{hint}")
-        check_row(row, architectures[row.arch], file)
+    for key, row in rows.items():
+        check_row(row, architectures, flat["device"][key][0])
     links, nodes = parse_links(flat["link"]), parse_nodes(flat["node"])
     for key, node in nodes.items():
         check_node(node, rows, links, flat["node"][key][0])
@@ -236,8 +231,11 @@ def build_catalog(texts: Mapping[str, str], overlays: Mapping[str, str] | None =
 def _collect(
     tables: _Tables, measured: list[tuple[str, dict[str, Any]]], file: str, text: str, *, correct: bool = False
 ) -> list[str]:
-    """Add a file's tables; with `correct`, a table whose key is there already is merged over it. Returns the keys."""
-    keys = []
+    """Add a file's tables; with `correct`, a table whose key is there already becomes a layer over it.
+
+    Returns the keys of its profiles and devices.
+    """
+    seen: set[tuple[str, str]] = set()
     for kind, records in _read_toml(file, text).items():
         if kind == "measurement":
             measured.extend((file, r) for r in records)
@@ -245,11 +243,11 @@ def _collect(
         for table in records:
             key = str(table.get(_TABLES[kind], "?"))
             known = tables[kind].get(key, ())
-            if known and (not correct or key in keys):
+            if known and (not correct or (kind, key) in seen):
                 raise HardwareDataError(f"{file}: {kind} {key!r} is already in {known[-1][0]}.")
             tables[kind][key] = (*known, (file, table))
-            keys.append(key)
-    return keys
+            seen.add((kind, key))
+    return [key for kind, key in seen if kind in ("architecture", "device")]
 
 
 def _read_toml(file: str, text: str) -> dict[str, list[dict[str, Any]]]:

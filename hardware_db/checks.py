@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ..errors import HardwareDataError, near_matches
+from ..errors import HardwareDataError, did_you_mean
 from .derivation import derive_peaks
 from .device_row import DeviceRow
 from .names import normalise, strip_vendor
@@ -17,9 +17,14 @@ STATED_TOLERANCE = 0.03
 """Largest accepted relative distance between a derived peak and the vendor's."""
 
 
-def check_row(row: DeviceRow, profile: Architecture, file: str) -> None:
-    """A rated device has a clock and cores that fit its units; one with totals only has a peak to plan with."""
+def check_row(row: DeviceRow, architectures: Mapping[str, Architecture], file: str) -> None:
+    """A device's profile exists; a rated device has a clock and cores that fit its units; one with totals only has a
+    peak to plan with."""
     where = f"{file}: device {row.id!r}"
+    profile = architectures.get(row.arch)
+    if profile is None:
+        hint = did_you_mean(row.arch, architectures) or "`dsmp hardware show` tells profiles."
+        raise HardwareDataError(f"{where}: arch: no profile {row.arch!r}; {hint}")
     if row.id in RESERVED:
         raise HardwareDataError(f"{where}: id: {', '.join(RESERVED)} mean the running device, take another id.")
     if empty := [n for n in (*row.aliases, row.name) if not normalise(n)]:
@@ -85,9 +90,8 @@ def check_references(
         if profile.reference is None:
             continue
         if profile.reference not in rows:
-            near = near_matches(profile.reference, rows)
-            hint = f"; did you mean {' or '.join(near)}?" if near else "."
-            raise HardwareDataError(f"{where}: reference: no device {profile.reference!r}{hint}")
+            hint = did_you_mean(profile.reference, rows) or "name one of this profile."
+            raise HardwareDataError(f"{where}: reference: no device {profile.reference!r}; {hint}")
         if rows[profile.reference].arch != profile.key:
             raise HardwareDataError(f"{where}: reference: {profile.reference!r} is of another profile.")
 
@@ -109,9 +113,8 @@ def check_node(node: Node, rows: Iterable[str], links: Mapping[str, Link], file:
     """A node's device and links exist."""
     where = f"{file}: node {node.id!r}"
     if node.device not in (known := list(rows)):
-        near = near_matches(node.device, known)
-        hint = f"; did you mean {' or '.join(near)}?" if near else "."
-        raise HardwareDataError(f"{where}: device: no device {node.device!r}{hint}")
+        hint = did_you_mean(node.device, known) or "`dsmp hardware list` shows all."
+        raise HardwareDataError(f"{where}: device: no device {node.device!r}; {hint}")
     for key, kind in (("link", node.link), ("fabric", node.fabric)):
         if kind is not None and kind not in links:
             raise HardwareDataError(f"{where}: {key}: no link {kind!r}; known: {', '.join(sorted(links))}.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import HardwareDataError, near_matches
+from ..errors import HardwareDataError, did_you_mean
 from .schema import canonical_rate_key
 
 Layers = tuple[tuple[str, Mapping[str, Any]], ...]
@@ -60,9 +60,8 @@ def _resolve(
         if parent in (key, *below):
             raise HardwareDataError(f"{where}: circle through {parent!r}.")
         if parent not in raw:
-            near = near_matches(parent, raw)
-            hint = f"; did you mean {' or '.join(near)}?" if near else "; `dsmp hardware show` tells profiles."
-            raise HardwareDataError(f"{where}: no profile {parent!r}{hint}")
+            hint = did_you_mean(parent, raw) or "`dsmp hardware show` tells profiles."
+            raise HardwareDataError(f"{where}: no profile {parent!r}; {hint}")
         inherited = {k: v for k, v in _resolve(parent, raw, resolved, (key, *below)).items() if k not in _OWN_KEYS}
     table = flatten("architecture", key, layers, inherited)
     resolved[key] = (layers[-1][0], table)

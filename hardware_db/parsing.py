@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from ..errors import HardwareDataError, near_matches
+from ..errors import HardwareDataError, did_you_mean
 from .device_row import DeviceRow
 from .measurement import Measurement
 from .schema import Architecture
@@ -78,9 +78,8 @@ def _explain(model: type[BaseModel], error: ValidationError) -> list[str]:
         if item["type"] == "extra_forbidden":
             text = "unknown key"
             if len(item["loc"]) == 1:
-                near = near_matches(key, model.model_fields)
-                hint = f" (did you mean {' or '.join(near)}?)" if near else ""
-                text += f"{hint}; allowed: {', '.join(sorted(model.model_fields))}"
+                hint = did_you_mean(key, model.model_fields)
+                text += f"{f' ({hint})' if hint else ''}; allowed: {', '.join(sorted(model.model_fields))}"
         elif item["type"] != "missing" and not isinstance(item["input"], dict | list):
             text = f"{text} (got {item['input']!r})"
         sentences.append(f"{key}: {text}")

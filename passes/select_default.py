@@ -133,7 +133,8 @@ class _Selector:
             text = f"kept in {traced} as traced"
             verdict = self.device.supports(_class(key), None, traced, chosen.accumulate)
             if not verdict.ok:
-                refusals.append(f"emulated, timed as fp32: {verdict.reason.rstrip('.')}")
+                timed = "" if self.device.rated(traced, chosen.accumulate) else ", timed as fp32"
+                refusals.append(f"emulated{timed}: {verdict.reason.rstrip('.')}")
         elif chosen.recipe != "none":
             text += f" scaled {self._recipe(node, chosen)}"
         text += "".join(f"; {r}" for r in refusals)
@@ -203,21 +204,14 @@ class _Selector:
             time_us={f: 1e6 * self._gemm_time(node, key, traced, flops, c) for f, c in choices.items()},
         )
 
-    def _runs(self, key: NodeKey, choice: Choice) -> bool:
-        return self.device.supports(_class(key), None, choice.format, choice.accumulate).ok
-
     def _gemm_time(self, node: fx.Node, key: NodeKey, traced: str, flops: int, choice: Choice) -> float:
-        """Predicted seconds; what was traced and the device lacks is timed as fp32, which is how it is emulated."""
-        if not self._runs(key, choice) and self._measured_rate(choice) is None:
+        """Predicted seconds; a traced format of which nothing is known is timed as fp32, in which it is emulated."""
+        if not self.device.rated(choice.format, choice.accumulate):
             choice = Choice(format="fp32")
         recipes = split_recipe(self._recipe(node, choice))
         output = self._gemm_output(key, traced, choice.format)
         storage = operand_storage(self.device.storage, traced, choice.format)
         return self.cost.gemm_time(node, flops, choice.format, recipes, choice.accumulate, output, storage)
-
-    def _measured_rate(self, choice: Choice) -> float | None:
-        measured = self.device.measured
-        return measured.ratio_to_fp32(f"{choice.format}@{choice.accumulate}") if measured else None
 
     def _recipe(self, node: fx.Node, choice: Choice) -> str:
         """The ladder's `activation/weight` recipe in the order of this node's operands."""

@@ -15,6 +15,7 @@ import itertools
 import math
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -134,7 +135,7 @@ class PlainGemm:
         ]
 
 
-class _ForwardOnly:
+class _ForwardOnly(ABC):
     """What operators have in common that know the layout of a linear's forward pass alone."""
 
     precision = "highest"
@@ -146,8 +147,9 @@ class _ForwardOnly:
     def calls(self, shape: GemmShape) -> list[list[Call]]:
         return [self._forward(shape)]
 
+    @abstractmethod
     def _forward(self, shape: GemmShape) -> list[Call]:
-        raise NotImplementedError
+        """Calls on different operands, in the one layout."""
 
 
 class ScaledGemm(_ForwardOnly):

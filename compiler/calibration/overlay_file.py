@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import rtoml
 from pydantic import BaseModel
@@ -16,19 +17,11 @@ from ...errors import InvalidOptionError
 from ...hardware_db.measurement import Measurement
 
 _OPTION = "--output"
-_HEAD_LINES = 3
-_HEAD = "# Written by `dsmp hardware calibrate`"
 
 
 def to_toml(measurement: Measurement) -> str:
     """One [[measurement]] table; read as a data file it gives the same record."""
-    lines = [
-        f"{_HEAD} on {measurement.date}. Plans for the running device use it, and name",
-        "# this file, as long as its id, name and number of units are those below. Rates are FLOP/s (a multiply-add",
-        "# counts as two) and bytes/s (read and written), times are seconds.",
-        "",
-        "[[measurement]]",
-    ]
+    lines = [*_head(measurement.date), "", "[[measurement]]"]
     for key, value in measurement:
         if isinstance(value, tuple):
             lines += ["", f"{key} = [", *(f"  {_inline(record)}," for record in value), "]"] if value else []
@@ -50,19 +43,12 @@ def check_writable(path: Path) -> None:
         probe = _beside(target)
         probe.touch(exist_ok=False)
         probe.unlink()
-        held = rtoml.loads(target.read_text(encoding="utf-8")) if target.exists() else {}
-    except rtoml.TomlParsingError:
-        held = {"text that is no TOML": None}
+        foreign = _foreign(target.read_text(encoding="utf-8")) if target.exists() else ""
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidOptionError(_OPTION, str(path), f"a file that can be read and replaced ({error})") from error
-    if other := [key for key in held if key != "measurement"]:
-        raise InvalidOptionError(
-            _OPTION, str(path), f"a new file, or one with measurements only, to be replaced; this one has {other[0]}"
-        )
-    if len(held.get("measurement", [])) > 1 or (held and not _written_by_us(target)):
-        raise InvalidOptionError(
-            _OPTION, str(path), "a new file, or one that calibrate wrote; this one has been written or added to by hand"
-        )
+    if foreign:
+        allowed = f"a new file, or one that calibrate wrote, to be replaced; this one has {foreign}"
+        raise InvalidOptionError(_OPTION, str(path), allowed)
 
 
 def write(measurement: Measurement, path: Path) -> None:
@@ -84,11 +70,30 @@ def write(measurement: Measurement, path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _written_by_us(target: Path) -> bool:
-    """Whether a file begins as ours do and has no comment of anybody else's."""
-    lines = target.read_text(encoding="utf-8").splitlines()
-    comments = [line for line in lines if line.lstrip().startswith("#")]
-    return bool(lines) and lines[0].startswith(_HEAD) and len(comments) == _HEAD_LINES
+def _head(date: str) -> list[str]:
+    """What a file says of itself."""
+    return [
+        f"# Written by `dsmp hardware calibrate` on {date}. Plans for the running device use it, and name",
+        "# this file, as long as its id, name and number of units are those below. Rates are FLOP/s (a multiply-add",
+        "# counts as two) and bytes/s (read and written), times are seconds.",
+    ]
+
+
+def _foreign(text: str) -> str:
+    """What a file holds beside the one measurement and the comments that `to_toml` writes; "" if nothing."""
+    if not text.strip():
+        return ""
+    try:
+        held: dict[str, Any] = rtoml.loads(text)
+    except rtoml.TomlParsingError:
+        return "text that is no TOML"
+    if other := [f"a {key}" for key in held if key != "measurement"]:
+        return other[0]
+    tables = held.get("measurement", [])
+    comments = [line for line in text.splitlines() if line.lstrip().startswith("#")]
+    if len(tables) == 1 and comments == _head(str(tables[0].get("date"))):
+        return ""
+    return "notes or measurements that were added"
 
 
 def _beside(target: Path) -> Path:

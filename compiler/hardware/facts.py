@@ -113,9 +113,6 @@ def device_facts(catalog: Catalog, device: Device) -> DeviceFacts:
     """
     profile = device.profile
     row = catalog.rows.get(device.id)
-    inherits: list[str] = []
-    while (parent := catalog.architectures[inherits[-1] if inherits else profile.key].parent) is not None:
-        inherits.append(parent)
     return DeviceFacts(
         id=device.id,
         name=device.name,
@@ -143,7 +140,7 @@ def device_facts(catalog: Catalog, device: Device) -> DeviceFacts:
         refusals=dict(profile.refusals),
         measured=_measured(device),
         profile=profile.key,
-        inherits=tuple(inherits),
+        inherits=tuple(catalog.lineage(profile)[1:]),
         toolchain=profile.toolchain,
         note=row.note if row else "",
     )

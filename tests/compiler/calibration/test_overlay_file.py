@@ -123,6 +123,6 @@ def test_what_is_no_regular_file_or_not_ours_is_refused(tmp_path: Path) -> None:
     write(record(), measured)
     check_writable(measured)
     measured.write_text(measured.read_text() + "# my notes\n")
-    with pytest.raises(InvalidOptionError, match="written or added to by hand"):
+    with pytest.raises(InvalidOptionError, match="has notes or measurements that were added"):
         check_writable(measured)
     assert "# my notes" in measured.read_text()
