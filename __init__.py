@@ -19,10 +19,12 @@ from .errors import DsmpError
 
 if TYPE_CHECKING:
     from .compiler.capture import Capture, capture
-    from .compiler.planning import plan
+    from .compiler.plan_registry import plan_of
+    from .compiler.planning import measure_scores, plan
     from .hardware_db.capability import Device, Verdict
     from .hardware_db.detect import resolve_hardware
     from .passes.plan import Decision, PrecisionPlan, Rule, load_plan
+    from .passes.scores import Scores, load_scores
 
 __version__ = version("dsmp")
 
@@ -35,8 +37,12 @@ _HOMES = {
     "Rule": ".passes.plan",
     "Verdict": ".hardware_db.capability",
     "capture": ".compiler.capture",
+    "Scores": ".passes.scores",
     "load_plan": ".passes.plan",
+    "load_scores": ".passes.scores",
+    "measure_scores": ".compiler.planning",
     "plan": ".compiler.planning",
+    "plan_of": ".compiler.plan_registry",
     "resolve_hardware": ".hardware_db.detect",
 }
 
@@ -47,10 +53,14 @@ __all__ = [
     "DsmpError",
     "PrecisionPlan",
     "Rule",
+    "Scores",
     "Verdict",
     "capture",
     "load_plan",
+    "load_scores",
+    "measure_scores",
     "plan",
+    "plan_of",
     "resolve_hardware",
 ]
 

@@ -153,3 +153,51 @@ class CaptureError(DsmpError):
 
 class VerificationError(DsmpError):
     """A graph that breaks an invariant between two passes: a defect of dsmp, not of the user."""
+
+
+class NotCalibratedError(DsmpError):
+    """A question that only measurements answer, put to a plan that was made without calibration."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__(
+            f"the plan for {source} was made without calibration: it knows no drift and no alternatives. Make it with "
+            "dsmp.plan(..., calibration=batches, budget=0.005) or `dsmp plan MODEL --calibrate FILE.py:batches`."
+        )
+
+
+class CalibrationError(DsmpError):
+    """Calibration batches that the model cannot be measured with: none at all, of the wrong form, with NaN."""
+
+
+class LossError(DsmpError):
+    """A loss function that fails or returns something other than one finite number."""
+
+
+class BudgetError(DsmpError):
+    """A budget that cannot be read, or that no choice of formats meets."""
+
+
+class ScoresError(DsmpError):
+    """A file of sensitivity scores that cannot be read or was made for another model."""
+
+
+class UnknownKeyError(DsmpError):
+    """A key, glob or module path that no node of a plan has."""
+
+
+class AmbiguousKeyError(DsmpError):
+    """A glob, prefix or module path that several nodes have where one is wanted."""
+
+
+class MissingPackageError(DsmpError):
+    """An optional package that a command needs and that is not installed."""
+
+    def __init__(self, package: str, what: str, extra: str) -> None:
+        super().__init__(f"{what} needs {package}, which is not installed. Run pip install 'dsmp[{extra}]'.")
+
+
+class NotDifferentiableError(DsmpError):
+    """A call in a captured graph of which no derivative can be formed."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(f"sensitivities cannot be measured through {what}. {remedy}")

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,13 +24,16 @@ from ..errors import PlanHardwareError, UnknownHardwareError
 from ..hardware_db.capability import Device
 from ..hardware_db.detect import detect, resolve_hardware
 from ..passes.keys import ModuleNames
-from ..passes.plan import Decision
+from ..passes.plan import Decision, PrecisionPlan
 from ..passes.select_default import rules_without_a_node, select_default
-from .capture import key_graph
+from .calibrated import Calibration, plan_from_measurement
+from .capture import Capture, key_graph
 from .execution import apply_decisions
+from .frame_recording import record_frame
 from .identity import frame_names, module_paths
 from .options import Options, parse_options
-from .pipeline import check_plan_hardware, log, report_undecided
+from .pipeline import assemble_plan, check_plan_hardware, log, report_undecided
+from .plan_registry import compiled_name, remember
 from .tracing import compile_eagerly, explicit_precision, parameter_indices, parameter_nodes
 
 
@@ -48,6 +52,12 @@ def dsmp(
     checked = parse_options(options)
     names = frame_names()
     running = running_device(example_inputs, checked.hardware_file)
+    if checked.budget is not None:
+        checked = replace(checked, plan=_plan_from_first_batch(gm, example_inputs, checked, names, running), rules=[])
+    if checked.plan is not None:
+        whole = remember(checked.plan)
+        if checked.save_plan is not None:
+            whole.save(checked.save_plan)
     graph_pass = PrecisionPass(checked, running, names, parameter_indices(example_inputs), module_paths(gm, names))
     if checked.executor == "eager":
         return compile_eagerly(gm, example_inputs, graph_pass.apply)
@@ -62,6 +72,19 @@ def running_device(example_inputs: Sequence[Any], hardware_files: Sequence[Path]
     """The device that a graph runs on: that of its tensors, which need not be the machine's accelerator."""
     kinds = {x.device.type for x in example_inputs if isinstance(x, torch.Tensor)}
     return resolve_hardware("cpu", hardware_files) if kinds == {"cpu"} else detect(hardware_files)
+
+
+def _plan_from_first_batch(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, names: ModuleNames, running: Device
+) -> PrecisionPlan:
+    """Measure the graph on the batch that it is compiled for, and solve for the fastest formats within the budget."""
+    own = options.hardware in (None, "auto", running.id)
+    device = running if own else resolve_hardware(options.hardware, options.hardware_file)
+    frame, call = record_frame(gm, example_inputs, names)
+    captured = Capture(source=compiled_name(), graphs=[frame])
+    calibration = Calibration(budget=options.budget, memory=options.memory, drift=options.drift)
+    measurement = calibration.score([call], [device], source=captured.source)
+    return plan_from_measurement(captured, device, measurement, calibration, rules=options.rules).plan
 
 
 class PrecisionPass(CustomGraphPass):
@@ -128,10 +151,12 @@ class PrecisionPass(CustomGraphPass):
         plan, rules = self.options.plan, self.rules
         if plan is not None and not rules:
             return plan.by_key
-        made = {d.key: d for d in select_default(gm, self.device, parameters=parameters, rules=rules).decisions}
+        selection = select_default(gm, self.device, parameters=parameters, rules=rules)
+        made = {d.key: d for d in selection.decisions}
         for rule in rules_without_a_node(self.options.rules, made):
             log.warning("rule %r -> %s matches no node of this graph that can follow it", rule.match, rule.format)
         if plan is None:
+            remember(assemble_plan(compiled_name(), self.device, [selection], rules))
             return made
         # A replayed plan with extra rules: the rules win, everything else is as planned.
         ruled = {k: d for k, d in made.items() if d.reason.code == "rule"}

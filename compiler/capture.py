@@ -140,7 +140,7 @@ def _capture_calls(
         if inner is not None:
             raise inner from error
         raise CaptureError(
-            f"{type(model).__name__} failed on the example inputs: {_reason(error)}. "
+            f"{type(model).__name__} failed on the example inputs: {failure_text(error)}. "
             "Check that the model runs on these inputs without dsmp."
         ) from error
     finally:
@@ -149,11 +149,11 @@ def _capture_calls(
     return graphs
 
 
-def _reason(error: Exception) -> str:
+def failure_text(error: Exception) -> str:
     """What went wrong, in one line: the model's own error where Dynamo or a backend wraps it."""
     inner = getattr(error, "inner_exception", None)
     if isinstance(inner, Exception):
-        return _reason(inner)
+        return failure_text(inner)
     text = str(error).strip()
     told = _WRAPPED.search(text)
     if told is not None:

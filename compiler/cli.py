@@ -1,4 +1,4 @@
-"""The command line: `dsmp report`, `dsmp plan`, `dsmp diff`, `dsmp hardware`.
+"""The command line: `dsmp report`, `plan`, `diff`, `explain`, `pareto`, `hardware`.
 
 Exit codes: 0 success (for diff: equal), 1 plans differ, 2 any error, 130 interrupted, 141 the reader of the output went
 away. Errors are one line on standard error; `--debug` shows where they came from.
@@ -13,7 +13,7 @@ import io
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -55,9 +55,46 @@ Rules = Annotated[
     list[str] | None,
     typer.Option("--rule", metavar="GLOB=FORMAT", help="Force the format of nodes by key; the last match wins."),
 ]
+Calibrate = Annotated[
+    str | None,
+    typer.Option(metavar="FILE.py:NAME", help="Batches to measure on: a list, or a function that returns one."),
+]
+LossCode = Annotated[
+    str | None,
+    typer.Option("--loss", metavar="FILE.py:NAME", help="loss(output, target); batches are then (inputs, target)."),
+]
+BudgetText = Annotated[
+    str | None,
+    typer.Option("--budget", metavar="B", help="What the plan may cost, such as 0.5%: of the loss or the outputs."),
+]
+Memory = Annotated[
+    str | None, typer.Option(metavar="M", help="Limit of saved activations: 2GB, or 60% of what is saved as written.")
+]
+Drift = Annotated[
+    str | None, typer.Option(metavar="D", help="How outputs are compared: kl, bernoulli or l2; default: by the model.")
+]
+CostModel = Annotated[
+    str,
+    typer.Option("--cost", metavar="C", help="roofline: the device's time; bits: multiplied bits."),
+]
+Untied = Annotated[bool, typer.Option("--untied", help="Let repeated blocks and q/k/v take different formats.")]
+Draws = Annotated[int, typer.Option(metavar="N", help="Random cotangents for each calibration sample.")]
+ScoresFile = Annotated[
+    Path | None,
+    typer.Option("--scores", metavar="FILE.json", help="What was measured before, instead of --calibrate."),
+]
+SaveScores = Annotated[
+    Path | None, typer.Option(metavar="FILE.json", help="Keep what was measured, for other devices and budgets.")
+]
 MODEL_HELP = (
     "torchvision:NAME, timm:NAME, transformers:CLASS[,key=value...], module:factory, file.py:factory or archive.pt2"
 )
+
+
+def calibration_arguments(**options: Any) -> dict[str, Any]:
+    """The calibration options that were set to something else than their default."""
+    defaults = {"cost": "roofline", "draws": 2}
+    return {name: value for name, value in options.items() if value and value != defaults.get(name)}
 
 
 def _show_version(wanted: bool) -> None:
@@ -92,6 +129,16 @@ def report(
     every_node: Annotated[bool, typer.Option("--all", help="One row for every node, nothing folded.")] = False,
     as_json: Json = False,
     rules: Rules = None,
+    calibrate: Calibrate = None,
+    loss: LossCode = None,
+    budget: BudgetText = None,
+    memory: Memory = None,
+    drift: Drift = None,
+    cost: CostModel = "roofline",
+    untied: Untied = False,
+    draws: Draws = 2,
+    scores: ScoresFile = None,
+    save_scores: SaveScores = None,
     hardware_files: HardwareFiles = None,
     debug: Debug = False,
 ) -> None:
@@ -103,9 +150,14 @@ def report(
     """
     shown = {"match": match, "phase": phase, "every_node": every_node, "as_json": as_json}
     with errors(debug):
+        calibration = calibration_arguments(
+            calibrate=calibrate, loss=loss, budget=budget, memory=memory, drift=drift, cost=cost, untied=untied,
+            draws=draws, scores=scores, save_scores=save_scores,
+        )  # fmt: skip
         options = given(
-            hardware=hardware, hardware_file=hardware_files, infer=infer, input=inputs, config=config, rule=rules
-        )
+            hardware=hardware, hardware_file=hardware_files, infer=infer, input=inputs, config=config, rule=rules,
+            **calibration,
+        )  # fmt: skip
         if model is None:
             useless = [o for o in options if not o.startswith("--hardware")]
             useless += given(match=match, phase=phase, all=every_node)
@@ -120,7 +172,7 @@ def report(
             commands = load("model_commands")
             arguments = commands.ModelArguments(
                 model=model, hardware=hardware, hardware_files=hardware_files or (), infer=infer, inputs=inputs or (),
-                config=config, rules=rules or (), debug=debug,
+                config=config, rules=rules or (), debug=debug, calibration=calibration,
             )  # fmt: skip
             commands.report_model(arguments, **shown)
 
@@ -136,17 +188,34 @@ def plan(
     inputs: Inputs = None,
     config: Config = None,
     rules: Rules = None,
+    calibrate: Calibrate = None,
+    loss: LossCode = None,
+    budget: BudgetText = None,
+    memory: Memory = None,
+    drift: Drift = None,
+    cost: CostModel = "roofline",
+    untied: Untied = False,
+    draws: Draws = 2,
+    scores: ScoresFile = None,
+    save_scores: SaveScores = None,
     hardware_files: HardwareFiles = None,
     debug: Debug = False,
 ) -> None:
-    """Write the precision plan of a model, to review, edit and replay: options={"plan": "plan.json"}."""
+    """Write the precision plan of a model, to review, edit and replay: options={"plan": "plan.json"}.
+
+    With --calibrate the plan is chosen from measurements: the fastest formats that stay within --budget.
+    """
     with errors(debug):
         if model.endswith(PLAN_SUFFIX):
             raise InvalidOptionError("MODEL", model, "a model; this is a plan already, `dsmp report` shows it")
+        calibration = calibration_arguments(
+            calibrate=calibrate, loss=loss, budget=budget, memory=memory, drift=drift, cost=cost, untied=untied,
+            draws=draws, scores=scores, save_scores=save_scores,
+        )  # fmt: skip
         commands = load("model_commands")
         arguments = commands.ModelArguments(
             model=model, hardware=hardware, hardware_files=hardware_files or (), infer=infer, inputs=inputs or (),
-            config=config, rules=rules or (), debug=debug,
+            config=config, rules=rules or (), debug=debug, calibration=calibration,
         )  # fmt: skip
         commands.save_plan(arguments, output)
 
@@ -155,13 +224,47 @@ def plan(
 def diff(
     before: Annotated[Path, typer.Argument(metavar="A.json", help="A plan.")],
     after: Annotated[Path, typer.Argument(metavar="B.json", help="Another plan.")],
+    flat: Annotated[bool, typer.Option("--flat", help="Node by node instead of by module.")] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show the nodes on which two plans differ. Exit code 0: none, 1: some."""
+    """Show where two plans differ, module by module. Exit code 0: nowhere, 1: somewhere."""
     with errors(debug):
-        if load("commands").diff(before, after, as_json=as_json):
+        if load("commands").diff(before, after, flat=flat, as_json=as_json):
             raise typer.Exit(1)
+
+
+@app.command()
+def explain(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan.")],
+    key: Annotated[
+        str,
+        typer.Argument(metavar="KEY", help="Key of a node, or a glob, beginning or module path that fits one node."),
+    ],
+    want: Annotated[
+        str | None, typer.Option(metavar="FORMAT", help="Why not this one: fp8_e4m3, or fp8_e4m3:row/row.")
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Say why a node got its format, what the best other one would change, and at which budget it would be chosen."""
+    with errors(debug):
+        load("plan_commands").explain(plan_file, key, want=want, as_json=as_json)
+
+
+@app.command()
+def pareto(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A calibrated plan.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Figure to write: .png, .svg or .pdf.")
+    ] = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="All points as CSV.")] = None,
+    points: Annotated[int, typer.Option(metavar="N", help="At how many budgets to solve.")] = 24,
+    debug: Debug = False,
+) -> None:
+    """Show predicted time against error over all budgets, with single formats, autocast and the device's tier."""
+    with errors(debug):
+        load("plan_commands").pareto(plan_file, output=output, csv_file=csv_file, points=points)
 
 
 def main() -> None:

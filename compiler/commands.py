@@ -8,13 +8,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ..passes.plan import Decision, PlanDifference, PrecisionPlan, load_plan
+from .compare_modules import ModuleDifference, compare_modules
 from .compare_plans import Planned, compare_plans
 from .console import Printer, write_json, write_text
-from .render import facts_line, print_diff, print_report
+from .render import facts_line, print_report
+from .render_diff import print_diff, print_module_diff
 from .render_plans import print_plans
 from .report import RunFacts, choose, fold_differences, make_report
 
@@ -70,21 +73,33 @@ def print_compared(
     notes.print(facts_line(planned[-1].facts))
 
 
-def diff(before: Path, after: Path, *, as_json: bool) -> bool:
-    """`dsmp diff A B`: print the nodes on which two plans differ; returns whether they do. Raises PlanSchemaError."""
+def diff(before: Path, after: Path, *, flat: bool, as_json: bool) -> bool:
+    """`dsmp diff A B`: print where two plans differ, by module or, with `flat`, node by node; returns whether they do.
+
+    Raises PlanSchemaError.
+    """
     first, second = load_plan(before), load_plan(after)
     differences = first.diff(second)
     if as_json:
         heads = {"before": _head(first), "after": _head(second)}
+        modules = [_module(m) for m in compare_modules(first, second, folded=False)]
         nodes = [_both_sides(d) for d in differences]
-        write_json({"equal": not nodes, **heads, "nodes": nodes})
-    else:
+        write_json({"equal": not nodes, **heads, "modules": modules, "nodes": nodes})
+    elif flat:
         print_diff(Printer(), first, second, fold_differences(differences), str(before), str(after))
+    else:
+        print_module_diff(Printer(), first, second, compare_modules(first, second), str(before), str(after))
     return bool(differences)
 
 
 def _head(plan: PrecisionPlan) -> dict[str, Any]:
-    return plan.model_dump(mode="json", by_alias=True, exclude={"nodes"})
+    return plan.model_dump(mode="json", by_alias=True, exclude={"nodes", "program"})
+
+
+def _module(m: ModuleDifference) -> Mapping[str, Any]:
+    return {
+        "module": m.label, "changed": m.changed, "nodes": m.nodes, "before": asdict(m.before), "after": asdict(m.after),
+    }  # fmt: skip
 
 
 def _both_sides(d: PlanDifference) -> Mapping[str, Any]:

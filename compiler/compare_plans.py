@@ -5,11 +5,13 @@ This module has the facts; `render_plans.py` gives them a form.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..passes.plan import GEMM_CLASSES, Decision, PrecisionPlan
-from .report import ClassTotal, Row, RunFacts, choose, fold, kind_of, totals
+from ..passes.node_figures import NodeFigures, figures_of
+from ..passes.plan import Decision, PrecisionPlan
+from ..passes.plan_fields import GEMM_CLASSES
+from .report import ClassTotal, Row, RunFacts, choose, fold, kind_of, row_of, totals
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,16 +56,17 @@ def compare_plans(
     keys = [d.key for d in choose(planned[0].plan, match=match, phase=phase)]
     nodes = [tuple(p.plan.by_key[key] for p in planned) for key in keys]
     gemms = [n for n in nodes if n[0].op in GEMM_CLASSES]
+    figures = [figures_of(p.plan) for p in planned]
     if every_node:
-        lines = [tuple(Row(label=d.key, decisions=(d,)) for d in node) for node in nodes]
+        lines = [tuple(row_of(d.key, (d,), f) for d, f in zip(node, figures, strict=True)) for node in nodes]
         rest = []
     else:
-        lines = _fold(gemms)
-        rest = _rest([n for n in nodes if n[0].op not in GEMM_CLASSES], len(planned))
+        lines = _fold(gemms, figures)
+        rest = _rest([n for n in nodes if n[0].op not in GEMM_CLASSES], figures)
     return ComparedPlans(planned=tuple(planned), lines=tuple(lines), rest=tuple(rest), shown=len(keys))
 
 
-def _fold(nodes: Sequence[tuple[Decision, ...]]) -> list[tuple[Row, ...]]:
+def _fold(nodes: Sequence[tuple[Decision, ...]], figures: Sequence[Mapping[str, NodeFigures]]) -> list[tuple[Row, ...]]:
     """Lines of nodes that are decided alike, but for costs, on each of the devices."""
 
     def kind(node: tuple[Decision, ...]) -> Hashable:
@@ -71,12 +74,14 @@ def _fold(nodes: Sequence[tuple[Decision, ...]]) -> list[tuple[Row, ...]]:
 
     folded = fold(nodes, lambda node: node[0].key, kind)
     return [
-        tuple(Row(label=label, decisions=decisions) for decisions in zip(*members, strict=True))
+        tuple(row_of(label, decisions, f) for decisions, f in zip(zip(*members, strict=True), figures, strict=True))
         for label, members in folded
     ]
 
 
-def _rest(nodes: Sequence[tuple[Decision, ...]], plans: int) -> list[tuple[ClassTotal | None, ...]]:
+def _rest(
+    nodes: Sequence[tuple[Decision, ...]], figures: Sequence[Mapping[str, NodeFigures]]
+) -> list[tuple[ClassTotal | None, ...]]:
     """One total per op class and plan, in the first plan's order."""
-    by_op = [{t.op: t for t in totals(node[i] for node in nodes)} for i in range(plans)]
+    by_op = [{t.op: t for t in totals((node[i] for node in nodes), f)} for i, f in enumerate(figures)]
     return [tuple(found.get(op) for found in by_op) for op in by_op[0]]

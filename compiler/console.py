@@ -11,7 +11,7 @@ import io
 import json
 import sys
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, TextIO
 
 from rich.box import SIMPLE_HEAD
@@ -77,15 +77,22 @@ class Stages:
         self.seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
-    def stage(self, name: str, text: str) -> Iterator[None]:
-        """Measure a stage under `name` and show `text`; stages of one name are added up."""
+    def stage(self, name: str, text: str) -> Iterator[Callable[[str, int, int], None]]:
+        """Measure a stage under `name` and show `text`; stages of one name are added up.
+
+        What it yields shows how far things are: what is done, how much of it, of how much (0: not known).
+        """
         console = Console(file=sys.stderr)
         started = time.perf_counter()
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            progress.add_task(text, total=None)
+            task = progress.add_task(text, total=None)
+
+            def tell(what: str, done: int, total: int) -> None:
+                progress.update(task, description=f"{text}: {what}{f' {done}/{total}' if total else ''}")
+
             try:
-                yield
+                yield tell
             finally:
                 self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 

@@ -26,7 +26,8 @@ from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
 from ..hardware_db.capability import Device
 from ..hardware_db.detect import detect
-from ..passes.plan import GEMM_CLASSES, Decision, PrecisionPlan
+from ..passes.plan import Decision, PrecisionPlan
+from ..passes.plan_fields import GEMM_CLASSES
 from .capture import Capture, capture
 from .console import Stages
 from .options import Executor

@@ -14,7 +14,8 @@ from ..passes.cost import format_of
 from ..passes.graph import float_dtype
 from ..passes.keys import key_of
 from ..passes.legalize import LegalizeReport, legalize
-from ..passes.plan import GEMM_CLASSES, Decision
+from ..passes.plan import Decision
+from ..passes.plan_fields import GEMM_CLASSES
 from ..passes.verify import snapshot, verify
 from .capture import Capture
 from .saved_activations import copy_graph, lazily, saved_activation_bytes

@@ -9,14 +9,16 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ..errors import InvalidOptionError, RuleError
 from ..hardware_db.capability import Device
 from ..hardware_db.detect import resolve_hardware
 from ..passes.plan import PrecisionPlan, Rule, parse_rules
+from .calibrated_commands import CalibrationArguments, calibrated_plans
 from .capture import Capture, capture
 from .commands import print_compared, print_plan
 from .compare_plans import Planned
@@ -46,6 +48,7 @@ class ModelArguments:
     config: Path | None = None
     rules: Sequence[str] = ()
     debug: bool = False
+    calibration: Mapping[str, Any] = field(default_factory=dict)
 
 
 def report_model(
@@ -138,9 +141,22 @@ def _plan(arguments: ModelArguments, devices: Sequence[Device]) -> list[Planned]
             )
         with stages.stage("capture", f"capturing {arguments.model}"):
             captured = _capture(loaded, training=not arguments.infer)
-        for device in devices:
+        if arguments.calibration:
+            found = calibrated_plans(
+                CalibrationArguments(**arguments.calibration),
+                loaded,
+                captured,
+                devices,
+                rules,
+                stages,
+                training=not arguments.infer,
+            )
+        for number, device in enumerate(devices):
             with stages.stage("planning", f"planning for {device.id}"):
-                plan = make_plan(captured, device, rules=rules, predict_memory=False)
+                if arguments.calibration:
+                    plan = found[number]
+                else:
+                    plan = make_plan(captured, device, rules=rules, predict_memory=False)
             with stages.stage("predicting casts and memory", f"predicting casts and saved activations on {device.id}"):
                 execution = predict_execution(captured, plan.by_key, device)
             plans.append((plan, execution))

@@ -15,17 +15,10 @@ InputSpecError when the inputs do not fit.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import importlib
-import importlib.util
 import inspect
-import sys
-import sysconfig
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,9 +26,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import InputSpecError, ModelSpecError, near_matches
-from .input_spec import GRAMMAR, check_call, did_you_mean, make_inputs, parse_tensor_spec
+from .input_spec import GRAMMAR, check_call, make_inputs, parse_tensor_spec
 from .model_building import Device, LoadedModel, ModelRequest, cause, finish
 from .model_libraries import load_timm, load_torchvision, load_transformers
+from .user_code import place_of, user_code
 
 __all__ = ["MODEL_FORMS", "LoadedModel", "load_model"]
 
@@ -99,9 +93,10 @@ def load_model(
 
 
 def _load_factory(request: ModelRequest) -> LoadedModel:
-    origin, _, attribute = request.source.rpartition(":")
-    with _import_path(origin):
-        found = _find_attribute(_import_user_code(origin), origin, attribute)
+    near = near_matches(request.source.rpartition(":")[0], _LIBRARIES)
+    hint = f"Did you mean {near[0]}:NAME? " if near else ""
+    forms = f"{hint}MODEL is one of {MODEL_FORMS}."
+    with user_code(request.source, ModelSpecError, "factory or an nn.Module", forms) as found:
         module, inputs = _call_factory(found, request)
     kinds = {t.device.type for t in (*module.parameters(), *module.buffers())}
     if other := kinds - {"cpu", "meta"}:
@@ -125,69 +120,6 @@ def _load_factory(request: ModelRequest) -> LoadedModel:
     args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(device), _split_inputs(inputs))
     check_call(module, args, kwargs)
     return LoadedModel(module=module, args=args, kwargs=kwargs, source=request.source, device=device)
-
-
-@contextlib.contextmanager
-def _import_path(origin: str) -> Iterator[None]:
-    """The folder of the user's file (or the working folder) on sys.path, as `python file.py` has it."""
-    folder = str(Path(origin).resolve().parent if origin.endswith(".py") else Path.cwd())
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):
-            sys.path.remove(folder)
-
-
-def _import_user_code(origin: str) -> ModuleType:
-    path = Path(origin)
-    if origin.endswith(".py") and not path.is_file():
-        raise ModelSpecError(f"there is no file {origin}. Give file.py:factory with a path from {Path.cwd()}.")
-    try:
-        if not origin.endswith(".py"):
-            return importlib.import_module(origin)
-        # under a name of its own, so that a user's torch.py does not replace torch; registered, because
-        # dataclasses and pickle look modules up by name
-        name = f"_dsmp_model_{path.stem}"
-        location = importlib.util.spec_from_file_location(name, path)
-        if location is None or location.loader is None:
-            raise ModelSpecError(f"{origin} cannot be imported as Python.")
-        module = importlib.util.module_from_spec(location)
-        sys.modules[name] = module
-        try:
-            location.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-        return module
-    except ModuleNotFoundError as exc:
-        if exc.name is None or not (origin == exc.name or origin.startswith(exc.name + ".")):
-            raise ModelSpecError(f"importing {origin} failed: {cause(exc)}{_place(exc)}.") from exc
-        near = near_matches(origin, _LIBRARIES)
-        hint = f" Did you mean {near[0]}:NAME?" if near else ""
-        raise ModelSpecError(f"there is no module {exc.name!r}.{hint} MODEL is one of {MODEL_FORMS}.") from exc
-    except (Exception, SystemExit) as exc:
-        if isinstance(exc, ModelSpecError):
-            raise
-        raise ModelSpecError(f"importing {origin} failed: {cause(exc)}{_place(exc)}.") from exc
-
-
-def _place(exc: BaseException) -> str:
-    """Where in the user's own code it happened: the last frame outside this package and installed ones."""
-    others = (str(Path(__file__).parent), "<", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
-    frames = [f for f in traceback.extract_tb(exc.__traceback__) if not f.filename.startswith(others)]
-    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-
-
-def _find_attribute(module: ModuleType, origin: str, attribute: str) -> object:
-    found: object = module
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            names = [n for n in vars(found) if not n.startswith("_")] if hasattr(found, "__dict__") else []
-            hint = did_you_mean(part, names)
-            raise ModelSpecError(f"{origin} has no {attribute!r}.{hint} Name a factory or an nn.Module in it.")
-        found = getattr(found, part)
-    return found
 
 
 def _required(call: Callable[..., object]) -> list[str]:
@@ -216,7 +148,7 @@ def _call_factory(found: object, request: ModelRequest) -> tuple[nn.Module, obje
                 torch.default_generator.manual_seed(request.seed)
                 result = found()
         except (Exception, SystemExit) as exc:
-            raise ModelSpecError(f"{source} failed: {cause(exc)}{_place(exc)}.") from exc
+            raise ModelSpecError(f"{source} failed: {cause(exc)}{place_of(exc)}.") from exc
     if isinstance(result, nn.Module):
         return result, None
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module):

@@ -3,6 +3,11 @@
 hardware       device to plan for: a name of the hardware database, "cpu" or "auto" (the running device; the default)
 hardware_file  a TOML file, or a list of them, that add or correct devices
 plan           a PrecisionPlan or the path of a plan.json; its decisions are replayed instead of being made anew
+budget         a share such as 0.005 or '0.5%': measure the model on the first batch while it is compiled, then choose
+               the fastest formats within it (see `dsmp.plan`)
+memory         with a budget: saved activations, an amount ('2GB') or a share of what the model saves as written ('60%')
+drift          with a budget: how outputs are compared: "kl", "bernoulli", "l2"; by default what they call for
+save_plan      path of a file to write the plan to that was made while compiling
 rules          {glob over node keys: format} or a list of {"match": glob, "format": name}; applied last
 executor       "inductor" (default) or "eager" (the same graph, run op by op, without a C++ compiler)
 strict         True: a GEMM that the plan does not know is an error instead of a warning
@@ -20,6 +25,9 @@ from typing import Any, Literal
 
 from ..errors import InvalidOptionError, UnknownOptionError
 from ..passes.plan import PrecisionPlan, Rule, load_plan, parse_rules
+from ..passes.program import DriftKind
+from .budget_text import parse_budget, parse_memory
+from .calibrated import DRIFTS
 
 Executor = Literal["inductor", "eager"]
 _EXECUTORS = ("inductor", "eager")
@@ -35,6 +43,10 @@ class Options:
     rules: list[Rule] = field(default_factory=list)
     executor: Executor = "inductor"
     strict: bool = False
+    budget: float | None = None
+    memory: Any = None
+    drift: DriftKind | None = None
+    save_plan: Path | None = None
 
 
 def parse_options(options: Mapping[str, Any] | None) -> Options:
@@ -58,7 +70,15 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
     strict = given.get("strict", False)
     if not isinstance(strict, bool):
         raise InvalidOptionError("strict", strict, "True or False")
+    _check_calibration(given)
+    save_plan = given.get("save_plan")
+    if save_plan is not None and not isinstance(save_plan, (str, os.PathLike)):
+        raise InvalidOptionError("save_plan", save_plan, "the path of a file such as 'plan.json'")
     return Options(
+        budget=None if given.get("budget") is None else parse_budget(given["budget"]),
+        memory=given.get("memory"),
+        drift=given.get("drift"),
+        save_plan=None if save_plan is None else Path(save_plan),
         hardware=hardware,
         hardware_file=_files(given.get("hardware_file")),
         plan=_plan(given.get("plan")),
@@ -66,6 +86,18 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
         executor=executor,
         strict=strict,
     )
+
+
+def _check_calibration(given: Mapping[str, Any]) -> None:
+    """Refuse calibration options that would have no effect, and values that none of them has."""
+    if given.get("budget") is not None and given.get("plan") is not None:
+        raise InvalidOptionError("budget", given["budget"], "without a plan: a plan has its decisions already")
+    for name in ("memory", "drift"):
+        if given.get(name) is not None and given.get("budget") is None:
+            raise InvalidOptionError(name, given[name], "with a budget, such as {'budget': 0.005}")
+    parse_memory(given.get("memory"), 1)
+    if given.get("drift") not in (None, *DRIFTS):
+        raise InvalidOptionError("drift", given["drift"], " or ".join(repr(d) for d in DRIFTS))
 
 
 def _files(value: Any) -> tuple[Path, ...]:

@@ -14,16 +14,9 @@ from ..hardware_db.capability import Device
 from ..hardware_db.formats import get_format
 from ..hardware_db.schema import OpClass, natural_accumulator
 from ..passes.keys import NodeKey
-from ..passes.plan import (
-    GEMM_CLASSES,
-    Decision,
-    ModelInfo,
-    PrecisionPlan,
-    Prediction,
-    Rule,
-    fingerprint,
-)  # fmt: skip
-from ..passes.select_default import require, rules_without_a_node, select_default
+from ..passes.plan import Decision, ModelInfo, PrecisionPlan, Prediction, Rule, fingerprint
+from ..passes.plan_fields import GEMM_CLASSES
+from ..passes.select_default import Selection, require, rules_without_a_node, select_default
 from .capture import Capture
 from .execution import predict_execution
 
@@ -38,35 +31,39 @@ def make_plan(
     A key that stands in several graphs (a module called on both sides of a graph break) gets one decision. Raises
     RuleError for a rule that matches no node, PlanHardwareError for a rule that the device cannot follow.
     """
-    decisions: dict[str, Decision] = {}
-    time_us = time_us_fp32 = 0.0
-    for graph in capture:
-        selection = select_default(graph.gm, device, parameters=graph.parameters, rules=rules)
-        for decision in selection.decisions:
-            decisions.setdefault(decision.key, decision)
-        time_us += selection.time_us
-        time_us_fp32 += selection.time_us_traced
-    for rule in rules_without_a_node(rules, decisions):
+    selections = [select_default(g.gm, device, parameters=g.parameters, rules=rules) for g in capture]
+    plan = assemble_plan(capture.source, device, selections, rules)
+    for rule in rules_without_a_node(rules, plan.by_key):
         raise RuleError(
             f"rule {rule.match!r} -> {rule.format} matches no node that can follow it (tf32 and formats below 16 "
-            f"bits are for GEMMs). Keys have the form fqn|phase|op|ordinal, for example {next(iter(decisions))!r}."
+            f"bits are for GEMMs). Keys have the form fqn|phase|op|ordinal, for example {next(iter(plan.by_key))!r}."
         )
-    execution = predict_execution(capture, decisions, device) if predict_memory and capture.joint else None
+    if not (predict_memory and capture.joint):
+        return plan
+    execution = predict_execution(capture, plan.by_key, device)
+    saved = {"saved_bytes": execution.saved_bytes, "saved_bytes_fp32": execution.saved_bytes_fp32}
+    return plan.model_copy(update={"prediction": plan.prediction.model_copy(update=saved)})
+
+
+def assemble_plan(source: str, device: Device, selections: Sequence[Selection], rules: Sequence[Rule]) -> PrecisionPlan:
+    """One plan from what was decided for each graph of a model; of a key that was decided twice the first counts."""
+    decisions: dict[str, Decision] = {}
+    for selection in selections:
+        for decision in selection.decisions:
+            decisions.setdefault(decision.key, decision)
     return PrecisionPlan(
         dsmp=version("dsmp"),
         torch=torch.__version__,
         hardware=device.id,
         hardware_data=device.caveats,
         model=ModelInfo(
-            source=capture.source,
+            source=source,
             fingerprint=fingerprint((d.key, d.aten, d.shapes) for d in decisions.values()),
             nodes=len(decisions),
         ),
         prediction=Prediction(
-            time_us=round(time_us, 3),
-            time_us_fp32=round(time_us_fp32, 3),
-            saved_bytes=execution.saved_bytes if execution else None,
-            saved_bytes_fp32=execution.saved_bytes_fp32 if execution else None,
+            time_us=round(sum(s.time_us for s in selections), 3),
+            time_us_fp32=round(sum(s.time_us_traced for s in selections), 3),
         ),
         rules=list(rules),
         nodes=list(decisions.values()),

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 from torch.export import ExportedProgram
 
+from ..errors import InvalidOptionError
 from ..hardware_db.detect import resolve_hardware
 from ..hardware_db.overlays import HardwareFile
 from ..passes.plan import PrecisionPlan, Rule, parse_rules
+from ..passes.program import Cost, DriftKind
+from ..passes.scores import Scores, load_scores
+from .batches import Loss, split_inputs
+from .calibrated import Calibration, calibrate, plan_from_scores
 from .capture import capture
 from .pipeline import make_plan
 
@@ -25,6 +31,15 @@ def plan(
     training: bool = True,
     rules: Mapping[str, str] | Iterable[Rule | Mapping[str, str]] | None = None,
     source: str | None = None,
+    calibration: Any = None,
+    loss: Loss | None = None,
+    budget: float | str | None = None,
+    memory: int | str | None = None,
+    drift: DriftKind | None = None,
+    cost: Cost = "roofline",
+    tied: bool = True,
+    draws: int = 2,
+    scores: Scores | str | os.PathLike[str] | None = None,
 ) -> PrecisionPlan:
     """Plan the numeric format of every node of a model's forward and backward graph.
 
@@ -34,23 +49,72 @@ def plan(
     forward and backward graph, otherwise inference. `rules` maps globs over node keys to formats and is applied last.
     The model is left exactly as it was.
 
-    Raises CaptureError, UnknownHardwareError, HardwareDataError, RuleError, PlanHardwareError.
+    With `calibration`, batches that the model is called with (`inputs` may then be left out), formats are chosen from
+    what they measured to do: the fastest predicted time within `budget`, 0.005 or "0.5%" by default.
+
+    * `loss(output, target)` returns a number; batches are then (inputs, target) pairs. Without one nothing needs
+      labels: a model that returns its loss is trained on that, others on labels drawn from their own outputs.
+    * `drift` is what the budget limits: "kl", the rise of the cross-entropy on the model's own distribution relative to
+      its entropy (or to `loss`); "bernoulli", the same for independent probabilities; "l2", the relative root mean
+      square error of the outputs. By default what the outputs call for. A training step is judged by its gradients:
+      their mean relative squared error, an upper bound of the share of the step's progress that is lost.
+    * `memory` limits the activations saved for the backward pass: bytes, "2GB", or "60%" of what is saved as written.
+    * `cost` "roofline" predicts the device's time; "bits" counts multiplied bits, for models too small for a roofline.
+    * `tied`: repeated blocks, q/k/v and gate/up take the same formats. `draws`: random cotangents per sample.
+    * `scores`: what an earlier calibration measured (`dsmp.measure_scores`), in place of calibrating again; the plan is
+      then not tried out.
+
+    Raises CaptureError, UnknownHardwareError, HardwareDataError, RuleError, PlanHardwareError; with calibration
+    CalibrationError, LossError, BudgetError, ScoresError.
 
         plan = dsmp.plan(model, x, hardware="h800")
         plan.save("plan.json")
         compiled = torch.compile(model, backend="dsmp", options={"plan": "plan.json"})
+
+        plan = dsmp.plan(model, hardware="h800", calibration=batches, budget="0.5%")
+        cheaper = plan.solve(budget=0.01)
     """
     device = resolve_hardware(hardware, hardware_file)
     checked = parse_rules(rules)
+    settings = Calibration(
+        batches=calibration, loss=loss, drift=drift, budget=budget, memory=memory, cost=cost, tied=tied, draws=draws
+    )
+    settings.check(scored=scores is not None)
     args, named = split_inputs(inputs, kwargs)
+    if calibration is not None:
+        settings = settings.read()
+        if not args and not named:
+            args, named = settings.batches[0].args, settings.batches[0].kwargs
     captured = capture(model, args, named, training=training, source=source)
+    if calibration is not None:
+        if isinstance(model, ExportedProgram):
+            raise InvalidOptionError("calibration", "an exported program", "a module: calibrate before exporting it")
+        return calibrate(model, captured, device, settings, training=training, rules=checked).plan
+    if scores is not None:
+        known = scores if isinstance(scores, Scores) else load_scores(scores)
+        return plan_from_scores(captured, device, known, settings, rules=checked)
     return make_plan(captured, device, rules=checked)
 
 
-def split_inputs(inputs: Any, kwargs: Mapping[str, Any] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword inputs from a tensor, a sequence or a mapping."""
-    if isinstance(inputs, Mapping):
-        return (), {**inputs, **(kwargs or {})}
-    if isinstance(inputs, Sequence) and not isinstance(inputs, (str, bytes)):
-        return tuple(inputs), dict(kwargs or {})
-    return (inputs,), dict(kwargs or {})
+def measure_scores(
+    model: nn.Module | Callable[..., Any],
+    calibration: Any,
+    *,
+    hardware: str | None = None,
+    hardware_file: HardwareFile = (),
+    training: bool = True,
+    loss: Loss | None = None,
+    drift: DriftKind | None = None,
+    draws: int = 2,
+    source: str | None = None,
+) -> Scores:
+    """Measure how sensitive a model's nodes are, without a plan: scores to save, and to plan from for any budget.
+
+    Arguments are those of `plan`; every 8-bit format of `hardware` is measured, the rest estimated. Raises
+    CalibrationError, LossError, CaptureError, UnknownHardwareError.
+    """
+    device = resolve_hardware(hardware, hardware_file)
+    settings = Calibration(batches=calibration, loss=loss, drift=drift, draws=draws)
+    settings.check(scored=False)
+    name = source or type(model).__name__
+    return settings.read().measure(model, [device], training=training, source=name, whole=True).scores

@@ -1,4 +1,4 @@
-"""Reports and plans' differences as tables: with the reasons in full, with their codes and the sentences below, or two
+"""Reports as tables: with the reasons in full, with their codes and the sentences below, or two
 lines a row, whichever is the widest that fits (console.py).
 """
 
@@ -10,11 +10,12 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..passes.plan import GEMM_CLASSES, Decision, PrecisionPlan
+from ..passes.plan import PrecisionPlan
+from ..passes.plan_fields import GEMM_CLASSES
 from .console import Printer, bytes_text, coloured, digits, plain_table, time_text
+from .render_solution import drift_text, solution_lines
 from .report import (
     ClassTotal,
-    DiffRow,
     Report,
     Row,
     RunFacts,
@@ -24,6 +25,8 @@ from .report import (
     short_reason,
     without_numbers,
 )
+
+_FIGURES = ("drift", "slack", "margin")
 
 # ---- the report --------------------------------------------------------------------------------------------
 
@@ -42,7 +45,8 @@ def print_summary(printer: Printer, plan: PrecisionPlan, facts: RunFacts | None)
     """Shares of the work, casts, prediction and, where the plan was just made, time and memory that took."""
     gemms = sum(d.op in GEMM_CLASSES for d in plan)
     title = f"{plan.model.source} on {plan.hardware}: {len(plan):,} nodes, {gemms:,} of them GEMM-class"
-    lines: list[RenderableType] = [Text(title, style="bold"), _shares(plan), *_prediction(plan, facts)]
+    lines: list[RenderableType] = [Text(title, style="bold"), _shares(plan)]
+    lines += [*_prediction(plan, facts), *solution_lines(plan)]
     if plan.hardware_data:
         lines.append(f"hardware data: {'; '.join(plan.hardware_data)}")
     if plan.rules:
@@ -115,8 +119,8 @@ def _rows(printer: Printer, rows: Sequence[Row]) -> list[RenderableType]:
     full = _row_table(rows, sentences=True)
     if printer.fits(full):
         return [full]
-    codes = _row_table(rows, sentences=False)
-    table: RenderableType = codes if printer.fits(codes) else Text("\n").join(map(_stacked, rows))
+    layouts = [_row_table(rows, sentences=False), *([_figure_table(rows)] if rows[0].figures else [])]
+    table: RenderableType = next(filter(printer.fits, layouts), None) or Text("\n").join(map(_stacked, rows))
     return [table, "", *legend(rows)]
 
 
@@ -128,15 +132,45 @@ def _row_table(rows: Sequence[Row], *, sentences: bool) -> Table:
     for name in ("format", "accumulate" if sentences else "acc", "output"):
         table.add_column(name)
     table.add_column("µs", justify="right")
+    for name in _FIGURES if rows[0].figures else ():
+        table.add_column(name, justify="right")
     table.add_column("reason")
     for row in rows:
         d = row.first
         table.add_row(
             row.label, f"{row.count:,}", shape_text(d), gflop_text(row.flops), coloured(d.compute, format_text(d)),
-            d.accumulate, coloured(d.output), time_text(row.time_us),
+            d.accumulate, coloured(d.output), time_text(row.time_us), *_figures(row),
             short_reason(d.reason) if sentences else d.reason.code,
         )  # fmt: skip
     return table
+
+
+def _figure_table(rows: Sequence[Row]) -> Table:
+    """What a calibrated plan was decided by, without shapes: for terminals of 120 columns."""
+    table = plain_table()
+    for name in ("key", "n", "format", "µs", *_FIGURES, "reason"):
+        table.add_column(name, justify="left" if name in ("key", "format", "reason") else "right")
+    for row in rows:
+        d = row.first
+        formats = coloured(d.compute, f"{format_text(d)} → {d.output}")
+        table.add_row(row.label, f"{row.count:,}", formats, time_text(row.time_us), *_figures(row), d.reason.code)
+    return table
+
+
+def _figures(row: Row) -> tuple[str, ...]:
+    """Drift as share of the budget, slack and margin in microseconds; no cells without calibration."""
+    if not row.figures:
+        return ()
+    drift = drift_text(sum(f.drift for f in row.figures), row.share)
+    slack, margin = (signed_time(us) if us is not None else "" for us in (row.slack_us, row.margin_us))
+    return drift, slack, margin
+
+
+def signed_time(time_us: float) -> str:
+    """Microseconds with three digits and a minus where there is one; differences that rounding makes are 0."""
+    if abs(time_us) < 1e-6:
+        return "0"
+    return time_text(time_us) if time_us > 0 else f"-{time_text(-time_us)}"
 
 
 def _stacked(row: Row) -> Text:
@@ -145,7 +179,11 @@ def _stacked(row: Row) -> Text:
     line = Text.assemble((row.label, "bold"), "\n  ", " ".join(filter(None, parts)), "  ")
     line.append_text(coloured(d.compute, format_text(d)))
     line.append(f" +{d.accumulate} → ").append_text(coloured(d.output))
-    return line.append(f"  {time_text(row.time_us)} µs  {d.reason.code}")
+    line.append(f"  {time_text(row.time_us)} µs  {d.reason.code}")
+    if row.figures:
+        figures = zip(_FIGURES, _figures(row), strict=True)
+        line.append("\n  " + "  ".join(f"{name} {text or 'none'}" for name, text in figures))
+    return line
 
 
 def legend(rows: Iterable[Row]) -> list[str]:
@@ -162,47 +200,9 @@ def gflop_text(flops: float) -> str:
     return digits(flops / 1e9)
 
 
-# ---- differences -------------------------------------------------------------------------------------------
-
-
-def print_diff(
-    printer: Printer,
-    before: PrecisionPlan,
-    after: PrecisionPlan,
-    rows: Sequence[DiffRow],
-    first: str = "before",
-    second: str = "after",
-) -> None:
-    """Folded differences between two plans, named `first` and `second`: computed in → stored in; a sentence if none."""
-    if before.model.fingerprint != after.model.fingerprint:
-        printer.print(
-            f"the plans are for different graphs: {before.model.source} ({before.model.fingerprint}) and "
-            f"{after.model.source} ({after.model.fingerprint})"
-        )
-    if not rows:
-        printer.print(f"no difference: all {len(before):,} nodes have the same formats")
-        return
-    table = plain_table()
-    for name in ("key", "n", f"{first}: {before.hardware}", f"{second}: {after.hardware}"):
-        table.add_column(name, justify="right" if name == "n" else "left", overflow="fold")
-    for row in rows:
-        sides = _side(row.before, row.after), _side(row.after, row.before)
-        table.add_row(row.label, f"{len(row.differences):,}", *sides)
-    count = sum(len(r.differences) for r in rows)
-    both = len({*before.by_key, *after.by_key})
-    printer.print(table, "", f"{count:,} of {both:,} nodes differ")
-
-
 def _pending(plan: PrecisionPlan) -> str:
     """Says so when rules were edited into the file: they take effect when the plan is replayed."""
     open_rules = [
         r for r in plan.rules if any(r.applies(d.key) and d.op in GEMM_CLASSES and d.compute != r.format for d in plan)
     ]
     return " (edited: applied on replay, the table shows what stood before)" if open_rules else ""
-
-
-def _side(d: Decision | None, other: Decision | None) -> Text:
-    if d is None:
-        return Text("absent", style="dim")
-    accumulate = f" +{d.accumulate}" if other is not None and other.accumulate != d.accumulate else ""
-    return coloured(d.compute, f"{format_text(d)}{accumulate} → {d.output}")

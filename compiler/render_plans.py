@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..hardware_db.schema import natural_accumulator
-from ..passes.plan import GEMM_CLASSES, Decision, PrecisionPlan
+from ..passes.plan import Decision, PrecisionPlan
+from ..passes.plan_fields import GEMM_CLASSES
 from .compare_plans import ComparedPlans, Planned
 from .console import Printer, bytes_text, coloured, plain_table, time_text
 from .render import facts_line, gflop_text, legend, ratio_text

@@ -16,27 +16,35 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import TypeVar
 
 from ..errors import InvalidOptionError
 from ..passes.keys import PHASES, NodeKey
-from ..passes.plan import GEMM_CLASSES, Decision, PlanDifference, PrecisionPlan, Reason
+from ..passes.node_figures import NodeFigures, figures_of
+from ..passes.plan import Decision, PlanDifference, PrecisionPlan
+from ..passes.plan_fields import GEMM_CLASSES, Reason
 
 if sys.platform != "win32":
     import resource
 
 T = TypeVar("T")
 
+NOTHING: Mapping[str, NodeFigures] = MappingProxyType({})
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 _INDEX = re.compile(r"0|[1-9][0-9]*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One line of the table: a label and the decisions it stands for, alike but for layer index and cost."""
+    """One line of the table: a label and the decisions it stands for, alike but for layer index and cost.
+
+    `figures` has one entry per decision, none for a plan that was made without calibration.
+    """
 
     label: str
     decisions: tuple[Decision, ...]
+    figures: tuple[NodeFigures, ...] = ()
 
     @property
     def first(self) -> Decision:
@@ -54,7 +62,25 @@ class Row:
     @property
     def time_us(self) -> float:
         """Predicted microseconds of all nodes of the row, in their planned formats."""
+        if self.figures:
+            return sum(f.time_us for f in self.figures)
         return sum(map(planned_time_us, self.decisions))
+
+    @property
+    def share(self) -> float | None:
+        """The part of the drift budget that the row's nodes use together; None without figures or budget."""
+        shares = [f.share for f in self.figures if f.share is not None]
+        return sum(shares) if shares else None
+
+    @property
+    def slack_us(self) -> float | None:
+        """The least slack of the row's nodes; None without figures."""
+        return min((f.slack_us for f in self.figures), default=None)
+
+    @property
+    def margin_us(self) -> float | None:
+        """The closest of the row's choices; None without figures or where no node has an alternative."""
+        return min((f.margin_us for f in self.figures if f.margin_us is not None), default=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,11 +143,12 @@ def make_report(
     `match` and `phase` choose nodes (see `choose`). Raises InvalidOptionError.
     """
     chosen = choose(plan, match=match, phase=phase)
+    figures = figures_of(plan)
     if every_node:
-        rows, rest = [Row(label=d.key, decisions=(d,)) for d in chosen], []
+        rows, rest = [row_of(d.key, (d,), figures) for d in chosen], []
     else:
-        rows = fold_decisions(d for d in chosen if d.op in GEMM_CLASSES)
-        rest = totals(d for d in chosen if d.op not in GEMM_CLASSES)
+        rows = fold_decisions((d for d in chosen if d.op in GEMM_CLASSES), figures)
+        rest = totals((d for d in chosen if d.op not in GEMM_CLASSES), figures)
     return Report(plan=plan, rows=tuple(rows), rest=tuple(rest), shown=len(chosen), facts=facts)
 
 
@@ -143,18 +170,28 @@ def choose(plan: PrecisionPlan, *, match: str | None = None, phase: str | None =
     return chosen
 
 
-def planned_time_us(decision: Decision) -> float:
-    """Predicted microseconds of a node in its planned format; 0 where nothing was predicted."""
+def planned_time_us(decision: Decision, figures: Mapping[str, NodeFigures] = NOTHING) -> float:
+    """Predicted microseconds of a node in its planned format; 0 where nothing was predicted.
+
+    `figures` tell candidates of one format apart, which a decision alone cannot.
+    """
+    if decision.key in figures:
+        return figures[decision.key].time_us
     return decision.time_us.get(decision.compute, 0.0)
 
 
 # ---- folding -----------------------------------------------------------------------------------------------
 
 
-def fold_decisions(decisions: Iterable[Decision]) -> list[Row]:
+def fold_decisions(decisions: Iterable[Decision], figures: Mapping[str, NodeFigures] = NOTHING) -> list[Row]:
     """Rows of decisions that agree in everything but layer index and cost, in the order of their first nodes."""
     folded = fold(list(decisions), lambda d: d.key, kind_of)
-    return [Row(label=label, decisions=members) for label, members in folded]
+    return [row_of(label, members, figures) for label, members in folded]
+
+
+def row_of(label: str, decisions: tuple[Decision, ...], figures: Mapping[str, NodeFigures] = NOTHING) -> Row:
+    """A row with the figures of its nodes, of a calibrated plan."""
+    return Row(label=label, decisions=decisions, figures=tuple(figures[d.key] for d in decisions if d.key in figures))
 
 
 def fold_differences(differences: Iterable[PlanDifference]) -> list[DiffRow]:
@@ -232,7 +269,7 @@ def _ranges(indices: Sequence[int]) -> str:
 # ---- sums --------------------------------------------------------------------------------------------------
 
 
-def totals(decisions: Iterable[Decision]) -> list[ClassTotal]:
+def totals(decisions: Iterable[Decision], figures: Mapping[str, NodeFigures] = NOTHING) -> list[ClassTotal]:
     """One total per op class, the slowest class first."""
     classes: dict[str, list[Decision]] = defaultdict(list)
     for d in decisions:
@@ -243,7 +280,7 @@ def totals(decisions: Iterable[Decision]) -> list[ClassTotal]:
             count=len(members),
             formats=tuple(Counter(stored_as(d) for d in members).most_common()),
             bytes=sum(d.bytes for d in members),
-            time_us=sum(map(planned_time_us, members)),
+            time_us=sum(planned_time_us(d, figures) for d in members),
         )
         for op, members in classes.items()
     ]
@@ -309,7 +346,12 @@ def format_text(d: Decision) -> str:
 
 
 def short_reason(reason: Reason) -> str:
-    """The reason without what the format columns say already: of a choice with refusals, the refusals."""
+    """The reason without what the format columns say already: of a choice with refusals, the refusals.
+
+    What an optimum was weighed against is said in full.
+    """
+    if reason.code == "optimal":
+        return reason.text
     head, *refusals = reason.text.split("; ")
     return "; ".join(refusals) or (head.partition(":")[0] if reason.code == "tier" else head)
 

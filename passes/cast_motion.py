@@ -26,13 +26,19 @@ DTYPES: Mapping[str, torch.dtype] = {
 }  # fmt: skip
 
 
-def operand_storage(storage: str, traced: str, compute: str) -> str:
+def operand_storage(storage: str, traced: str, compute: str, recipe: str = "none") -> str:
     """The format in which a GEMM's activations lie in memory before they are quantised or multiplied.
 
     `storage` is the device's storage format; only values traced in fp32 and multiplied in 16 bits or fewer are stored
-    narrower than traced.
+    narrower than traced. What is multiplied in 16 bits is never rounded to the other 16-bit format on the way: it is
+    cast, or scaled with the operand's `recipe`, where it is computed.
     """
-    return storage if traced == "fp32" and get_format(compute).storage_bits <= 16 else traced
+    bits = get_format(compute).storage_bits
+    if traced != "fp32" or bits > 16:
+        return traced
+    if bits == 16 == get_format(storage).storage_bits and compute != storage:
+        return compute if recipe == "none" else traced
+    return storage
 
 
 class ValueForms:
@@ -71,18 +77,18 @@ class ValueForms:
             return value
         return self._form(("cast", value, dtype), lambda: self.convert(value, dtype), lambda s: self.cast(s, dtype))
 
-    def rounded(self, value: fx.Node, compute: str, recipe: str, axis: int | None) -> fx.Node:
+    def rounded(self, value: fx.Node, compute: str, recipe: str, axis: int) -> fx.Node:
         """`value` as simulation multiplies it: the exact numbers of the compute format in the carrier dtype."""
         tensor = value_of(value)
         assert tensor is not None
         traced = next(f for f, d in DTYPES.items() if d == tensor.dtype)
         # Weights are not kept in the storage format: a GEMM quantises them from the precision that the optimizer sees.
         is_weight = _origin(value) in self.parameters
-        stored = traced if is_weight else operand_storage(self.storage, traced, compute)
+        stored = traced if is_weight else operand_storage(self.storage, traced, compute, recipe)
         narrow = self.cast(value, DTYPES[stored])
         carrier = carrier_of(compute)
         exact = compute in (stored, "fp32", "fp64")
-        if recipe in ("none", "tensor") or axis is None:
+        if recipe in ("none", "tensor"):
             return self._widened(narrow, carrier, "" if exact else compute, recipe)
         wide = self._widened(narrow, carrier, "", "none")
         key = ("round", wide, compute, recipe, axis)

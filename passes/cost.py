@@ -24,9 +24,11 @@ from torch import fx
 from ..hardware_db.capability import Device
 from ..hardware_db.formats import Recipe, get_format
 from ..hardware_db.work import Work
+from .dataflow import source_of
 from .gemm import gemm_op, operand_nodes
-from .graph import is_backward, is_getitem, numel_of, operands, real_users, root, tensors_of
+from .graph import is_backward, numel_of, operands, root, tensors_of
 from .op_rules import Policy, rule_of
+from .regions import leaves_region
 from .workload import gemm_shape, tensor_of
 
 _DTYPE_FORMATS = {
@@ -68,17 +70,26 @@ class CostModel:
         storage: str,
     ) -> float:
         """Predicted seconds of a GEMM with quantisation and weight casts; activations lie in `storage`."""
-        work = Work(flops=flops, moved_bytes=self.gemm_bytes(node, compute, output), gemm=gemm_shape(node))
-        return self.device.time(work, compute, accumulate) + self._preparation(node, compute, recipes, storage)
+        product = self.product_time(node, flops, compute, accumulate, output)
+        return product + self.preparation(node, compute, recipes, storage)
 
-    def _preparation(self, node: fx.Node, compute: str, recipes: Sequence[Recipe], storage: str) -> float:
-        """Seconds to bring the operands into the compute format."""
+    def product_time(self, node: fx.Node, flops: int, compute: str, accumulate: str, output: str) -> float:
+        """Predicted seconds of a GEMM whose operands lie in its compute format already."""
+        work = Work(flops=flops, moved_bytes=self.gemm_bytes(node, compute, output), gemm=gemm_shape(node))
+        return self.device.time(work, compute, accumulate)
+
+    def preparation(
+        self, node: fx.Node, compute: str, recipes: Sequence[Recipe], storage: str, *, weights_only: bool = False
+    ) -> float:
+        """Seconds to bring the operands (or only those that are parameters) into the compute format."""
         seconds = 0.0
         bits = get_format(compute).storage_bits
         for i, operand in enumerate(operand_nodes(node)):
+            is_weight = root(operand, through_casts=True) in self.parameters
+            if weights_only and not is_weight:
+                continue
             value = tensor_of(operand)
             held = format_of(value.dtype) or "fp32"
-            is_weight = root(operand, through_casts=True) in self.parameters
             source = held if is_weight else min((held, storage), key=lambda f: get_format(f).storage_bits)
             recipe = recipes[min(i, len(recipes) - 1)].name
             scaled = bits <= 8 and recipe != "none"
@@ -95,21 +106,22 @@ class CostModel:
         """
         if rule_of(node).policy is Policy.VIEW:
             return 0
+        reads = self.border_reads(node, seen)
+        total = sum(read_bytes(source, operand, stored.get(source)) for source, operand in reads)
+        return total + (value_bytes(node, stored.get(node)) if leaves_region(node) else 0)
+
+    def border_reads(self, node: fx.Node, seen: set[tuple[fx.Node, bool]]) -> list[tuple[fx.Node, fx.Node]]:
+        """(source, operand) of the outside values that a node (no GEMM, no view) is the first of its pass to read;
+        `seen` as in `border_bytes`."""
         backward = is_backward(node)
-        total = 0
+        found = []
         for operand in operands(node):
-            source = root(operand)
-            if is_getitem(source):
-                source = source.all_input_nodes[0]
+            source = source_of(operand)
             if self._fuses(source, backward) or (source, backward) in seen:
                 continue
             seen.add((source, backward))
-            read = sum(_held_bytes(t, stored.get(source)) for t in tensors_of(operand))
-            held = sum(_held_bytes(t, stored.get(source)) for t in tensors_of(source))
-            total += min(read, held)  # a slice reads less than its source, an expansion no more
-        if any(not self._fuses(user, backward) for user in _consumers(node)):
-            total += sum(_held_bytes(t, stored.get(node)) for t in tensors_of(node))
-        return total
+            found.append((source, operand))
+        return found
 
     def memory_time(self, moved: int) -> float:
         """Seconds to move bytes at the achieved bandwidth."""
@@ -120,20 +132,18 @@ class CostModel:
         return other.op == "call_function" and gemm_op(other) is None and is_backward(other) == backward
 
 
+def value_bytes(node: fx.Node, stored: str | None) -> int:
+    """Bytes of a node's result with its floating-point tensors in the format `stored`, None for as traced."""
+    return sum(_held_bytes(t, stored) for t in tensors_of(node))
+
+
+def read_bytes(source: fx.Node, operand: fx.Node, stored: str | None) -> int:
+    """Bytes that reading `operand`, a view of what `source` made, moves: a slice reads less than its source, an
+    expansion no more."""
+    return min(value_bytes(operand, stored), value_bytes(source, stored))
+
+
 def _held_bytes(tensor: torch.Tensor, stored: str | None) -> int:
     if stored is not None and format_of(tensor.dtype) is not None:
         return storage_bytes(stored, numel_of(tensor))
     return tensor.element_size() * numel_of(tensor)
-
-
-def _consumers(node: fx.Node) -> list[fx.Node]:
-    """Users of a value, looking through views."""
-    found: list[fx.Node] = []
-    pending = list(real_users(node))
-    while pending:
-        user = pending.pop()
-        if user.op == "call_function" and rule_of(user).policy is Policy.VIEW:
-            pending.extend(real_users(user))
-        else:
-            found.append(user)
-    return found

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from ..hardware_db.formats import split_recipe
 from ..hardware_db.schema import OpClass
 from .graph import node_op
 
@@ -107,6 +108,49 @@ def operand_slots(node: fx.Node) -> tuple[tuple[int, int | None], ...]:
         if dgrad != wgrad:
             slots = _SPLIT_SLOTS[name][0 if dgrad else 1]
     return tuple((i, axis) for i, axis in slots if i < len(node.args) and isinstance(node.args[i], fx.Node))
+
+
+def scaling(node: fx.Node, position: int, recipe: str) -> tuple[str, int]:
+    """How a recipe's scales lie on an operand (by its place in `operand_slots`): the recipe, and the axis that it
+    runs along, as `dsmp::fake_quantize` takes them.
+
+    A convolution is a product over channels and window, so a "row" of its operands is what one sample (of an
+    activation) or one channel (of a weight, or in a sum over positions) holds: "channel", with the axis that stays.
+    Where no axis is summed over, one scale serves the tensor.
+    """
+    index, axis = operand_slots(node)[position]
+    if recipe == "row" and GEMM_OPS[node_op(node)].kind == "conv":
+        kept = _kept_axis(node, index)
+        return ("tensor", -1) if kept is None else ("channel", kept)
+    if axis is None:
+        return ("none" if recipe == "none" else "tensor"), -1
+    return recipe, axis
+
+
+def takes_recipe(node: fx.Node, recipe: str) -> bool:
+    """Whether a GEMM's operands can be scaled by a recipe (`activation/weight`): attention and products that are summed
+    over no single axis as whole tensors only, convolutions also by rows, the rest by any blocks along the sum."""
+    names = {r.name for r in split_recipe(recipe)}
+    if names <= {"none", "tensor"}:
+        return True
+    op = GEMM_OPS[node_op(node)]
+    if op.kind == "conv":
+        return names == {"row"} and not (op.backward and written_gradients(node) == (True, True))
+    return op.kind != "sdpa" and all(axis is not None for _, axis in operand_slots(node))
+
+
+def _kept_axis(node: fx.Node, index: int) -> int | None:
+    """The axis of a convolution's operand that its result keeps."""
+    backward = node_op(node) == "aten.convolution_backward"
+    transposed = bool(node.args[7 if backward else 6])
+    if not backward:
+        return 0 if index == 0 else int(transposed)
+    dgrad, wgrad = written_gradients(node)
+    if dgrad == wgrad:
+        return None
+    if wgrad:
+        return 1
+    return 0 if index == 0 else int(not transposed)
 
 
 def operand_nodes(node: fx.Node) -> tuple[fx.Node, ...]:

@@ -28,7 +28,7 @@ from torch import fx
 
 from ..hardware_db.formats import split_recipe
 from .cast_motion import DTYPES, ValueForms, carrier_of
-from .gemm import GEMM_OPS, GemmOp, gemm_op, operand_slots
+from .gemm import GEMM_OPS, GemmOp, gemm_op, operand_slots, scaling
 from .graph import (
     aten,
     calls,
@@ -141,14 +141,14 @@ class _Legalizer:
         args = list(node.args)
         slots = operand_slots(node)
         recipes = [r.name for r in split_recipe(decision.recipe)]
-        for position, (index, axis) in enumerate(slots):
+        for position, (index, _) in enumerate(slots):
             operand = args[index]
             assert isinstance(operand, fx.Node)
             if natively:
                 args[index] = self.forms.cast(operand, carrier)
             else:
                 recipe = recipes[position] if position < 2 else recipes[0]
-                args[index] = self.forms.rounded(operand, decision.compute, recipe, axis)
+                args[index] = self.forms.rounded(operand, decision.compute, *scaling(node, position, recipe))
         output = DTYPES[decision.output]
         if natively and node_op(node) in _UNFUSED:
             self._unfused(node, args, output, traced)

@@ -9,69 +9,28 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from ..errors import DsmpError, PlanFileError, PlanSchemaError, RuleError
-from ..hardware_db.formats import get_format, split_recipe
+from ..errors import NotCalibratedError, PlanFileError, PlanSchemaError, RuleError
+from ..hardware_db.schema import natural_accumulator
+from .files import write_atomically
 from .keys import NodeKey, Phase
+from .plan_fields import GEMM_CLASSES, STORED_FORMATS, FormatName, KeyText, PlanModel, Reason, RecipeName, StoredName
+from .program import Program, Solution
+from .solve import Solved, force, solve_program
 
-SCHEMA = 1
-STORED_FORMATS = ("fp64", "fp32", "bf16", "fp16")
-
-
-def _known_format(name: str) -> str:
-    return _as_value_error(get_format, name)
+SCHEMA = 2
 
 
-def _stored_format(name: str) -> str:
-    if _known_format(name) not in STORED_FORMATS:
-        raise ValueError(f"results are stored in one of {', '.join(STORED_FORMATS)}, not in {name!r}")
-    return name
-
-
-def _known_recipe(text: str) -> str:
-    return _as_value_error(split_recipe, text)
-
-
-def _known_key(text: str) -> str:
-    NodeKey.parse(text)
-    return text
-
-
-def _as_value_error(check: Any, text: str) -> str:
-    try:
-        check(text)
-    except DsmpError as error:
-        raise ValueError(str(error)) from None
-    return text
-
-
-FormatName = Annotated[str, AfterValidator(_known_format)]
-StoredName = Annotated[str, AfterValidator(_stored_format)]
-RecipeName = Annotated[str, AfterValidator(_known_recipe)]
-KeyText = Annotated[str, AfterValidator(_known_key)]
-
-
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class Reason(_Model):
-    """Why a decision was taken: a short code that programs can group by and one sentence for people."""
-
-    code: str
-    text: str
-
-
-class Decision(_Model):
+class Decision(PlanModel):
     """What was decided for one node.
 
     `traced` is the format in which the model was written. `compute` is the format of the operands that are multiplied
@@ -102,7 +61,7 @@ class Decision(_Model):
         return mine == (other.compute, other.recipe, other.accumulate, other.output)
 
 
-class Rule(_Model):
+class Rule(PlanModel):
     """A user's rule: nodes whose key matches the glob `match` compute in `format`. The last matching rule wins."""
 
     match: str
@@ -112,7 +71,7 @@ class Rule(_Model):
         return fnmatchcase(key, self.match)
 
 
-class ModelInfo(_Model):
+class ModelInfo(PlanModel):
     """Which model a plan was made for."""
 
     source: str
@@ -120,7 +79,7 @@ class ModelInfo(_Model):
     nodes: int = Field(ge=0)
 
 
-class Prediction(_Model):
+class Prediction(PlanModel):
     """Predicted step time and saved-activation bytes, with the plan and with everything in fp32."""
 
     time_us: float = Field(ge=0)
@@ -129,7 +88,14 @@ class Prediction(_Model):
     saved_bytes_fp32: int | None = Field(default=None, ge=0)
 
 
-class PlanDifference(_Model):
+class Budget(PlanModel):
+    """What the user allowed: `amount` as written (a share of 1) of the loss or of the outputs, and saved bytes."""
+
+    amount: float | None = Field(default=None, ge=0)
+    saved_bytes: int | None = Field(default=None, ge=0)
+
+
+class PlanDifference(PlanModel):
     """One node on which two plans differ; None where a plan lacks the node."""
 
     key: str
@@ -146,25 +112,27 @@ class PlanDifference(_Model):
         return f"{self.key}: {side(self.before)}  =>  {side(self.after)}"
 
 
-class PrecisionPlan(_Model):
+class PrecisionPlan(PlanModel):
     """All decisions for one model on one device.
 
     `hardware_data` says, one sentence each, what a reader should know of the device's figures: recalled or estimated
     ones, the user's files that changed them, the measurement that replaced them. Empty where they are as published.
     """
 
-    schema_version: Literal[1] = Field(default=1, alias="schema")
+    schema_version: Literal[2] = Field(default=2, alias="schema")
     dsmp: str
     torch: str
     hardware: str
     hardware_data: list[str] = Field(default_factory=list)
     model: ModelInfo
-    budget: float | None = None
+    budget: Budget | None = None
     prediction: Prediction
+    solution: Solution | None = None
+    program: Program | None = None
     rules: list[Rule] = Field(default_factory=list)
     nodes: list[Decision]
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+    model_config = PlanModel.model_config | {"populate_by_name": True}
 
     @cached_property
     def by_key(self) -> Mapping[str, Decision]:
@@ -213,36 +181,43 @@ class PrecisionPlan(_Model):
 
         A link stays a link: what it points to is replaced. Raises PlanFileError where no file can be written.
         """
-        target = Path(os.path.realpath(path))
-        if target.is_dir() or not target.parent.is_dir():
-            what = "is a folder" if target.is_dir() else "has no folder to lie in"
-            raise PlanFileError(f"plan {os.fspath(path)!r}: {what}. Name a file in an existing folder.")
-        try:
-            return self._replace(target)
-        except OSError as error:
-            raise PlanFileError(
-                f"plan {os.fspath(path)!r}: cannot be written ({error.strerror or error}). Name a file you may write."
-            ) from error
+        return write_atomically(path, self.to_json(), PlanFileError, "plan")
 
-    def _replace(self, target: Path) -> Path:
-        if target.exists():
-            mode = target.stat().st_mode & 0o777
-        else:
-            umask = os.umask(0)
-            os.umask(umask)
-            mode = 0o666 & ~umask
-        fd, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-        try:
-            with os.fdopen(fd, "w", encoding="utf-8") as file:
-                file.write(self.to_json())
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, mode)
-            os.replace(temporary, target)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-        return target
+    def solve(
+        self,
+        *,
+        budget: float | None = None,
+        memory: int | None = None,
+        rules: Mapping[str, str] | Iterable[Rule | Mapping[str, str]] | None = None,
+    ) -> PrecisionPlan:
+        """This plan solved again for another budget (a share of 1; see `Program.limit`), memory (saved bytes) or more
+        rules, from what was measured when it was made.
+
+        The result has no measured drift: nothing is run. Raises NotCalibratedError for a plan without measurements,
+        BudgetError when no choice meets the budgets, RuleError and PlanHardwareError for rules that nothing can follow.
+        """
+        if self.program is None:
+            raise NotCalibratedError(self.model.source)
+        given = parse_rules(rules)
+        program = self.program if not given else force(self.program, given_keys(given, self.program))
+        solved = solve_program(
+            program,
+            drift=math.inf if budget is None else program.limit(budget),
+            saved_bytes=math.inf if memory is None else memory,
+        )
+        solution = solved.solution
+        return self.model_copy(
+            update={
+                "budget": Budget(amount=budget, saved_bytes=memory),
+                "prediction": self.prediction.model_copy(
+                    update={"time_us": round(solution.time_us, 3), "saved_bytes": solution.saved_bytes}
+                ),
+                "solution": solution,
+                "program": program,
+                "rules": [*self.rules, *given],
+                "nodes": follow(self.nodes, program, solved),
+            }
+        )
 
     def diff(self, other: PrecisionPlan) -> list[PlanDifference]:
         """The nodes on which `other` decides otherwise, in this plan's order, then what only `other` has."""
@@ -255,7 +230,33 @@ class PrecisionPlan(_Model):
         return found
 
 
-GEMM_CLASSES = frozenset({"linear", "matmul", "conv", "sdpa", "grouped_mm"})
+def follow(decisions: Iterable[Decision], program: Program, solved: Solved) -> list[Decision]:
+    """Decisions brought in line with a solved program; a view takes the format of what it reads."""
+    stored: dict[str, str] = {}
+    found = []
+    for d in decisions:
+        chosen = solved.chosen.get(d.key)
+        if chosen is not None:
+            times: dict[str, float] = {}
+            drifts: dict[str, float] = {}
+            for c in program.candidates[d.key]:
+                name = c.compute if d.op in GEMM_CLASSES else c.output
+                times[name] = min(round(c.time_us, 3), times.get(name, math.inf))
+                if c.drift is not None:
+                    drifts[name] = min(c.drift, drifts.get(name, math.inf))
+            changed = {
+                "compute": chosen.compute, "recipe": chosen.recipe, "accumulate": chosen.accumulate,
+                "output": chosen.output, "bytes": chosen.bytes, "reason": solved.reasons[d.key],
+                "time_us": times, "sensitivity": drifts or None,
+            }  # fmt: skip
+            d = d.model_copy(update=changed)
+        elif d.op == "view" and (sources := program.reads.get(d.key)) and sources[0] in stored:
+            held = stored[sources[0]]
+            update = {"compute": held, "accumulate": natural_accumulator(held), "output": held}
+            d = d.model_copy(update=update)
+        stored[d.key] = d.output
+        found.append(d)
+    return found
 
 
 def parse_rules(rules: Mapping[str, str] | Iterable[Rule | Mapping[str, str]] | str | None) -> list[Rule]:
@@ -279,6 +280,28 @@ def parse_rules(rules: Mapping[str, str] | Iterable[Rule | Mapping[str, str]] | 
             f"rules {rules!r}: {detail}. Allowed: {{glob: format}} or a list of {{'match': glob, 'format': name}}, "
             "the glob over keys such as 'layers.*.mlp.*|fprop|linear|*'."
         ) from None
+
+
+def given_keys(rules: Sequence[Rule], program: Program) -> list[tuple[str, str, list[str]]]:
+    """Each rule's glob and format with the keys of a program that it forces: the last rule that matches a key, where
+    the key's node can follow it (tf32 and formats below 16 bits are for GEMMs). Raises RuleError for a rule that no
+    node can follow."""
+    found: list[tuple[str, str, list[str]]] = [(r.match, r.format, []) for r in rules]
+    able = [False] * len(found)
+    for key in program.keys:
+        gemm = NodeKey.parse(key).op in GEMM_CLASSES
+        for i, rule in reversed(list(enumerate(rules))):
+            if rule.applies(key) and (gemm or rule.format in STORED_FORMATS):
+                able[i] = True
+                found[i][2].append(key)
+                break
+    for ok, rule in zip(able, rules, strict=True):
+        if not ok and not any(rule.applies(k) for k in program.keys):
+            raise RuleError(
+                f"rule {rule.match!r} -> {rule.format} matches no node that can follow it (tf32 and formats below 16 "
+                f"bits are for GEMMs). Keys have the form fqn|phase|op|ordinal, for example {program.keys[0]!r}."
+            )
+    return found
 
 
 def _first_error(error: ValidationError) -> str:

@@ -190,7 +190,9 @@ class Quantized:
             return _untile(result, self.values.shape).to(dtype)
 
 
-def quantize(tensor: Tensor, format: str | Format, recipe: str | Recipe, *, axis: int = -1) -> Quantized:
+def quantize(
+    tensor: Tensor, format: str | Format, recipe: str | Recipe, *, axis: int | Sequence[int] = -1
+) -> Quantized:
     """`tensor` scaled by `recipe` and rounded (saturating) to `format`; the module docstring has the scales.
 
     Args:
@@ -200,7 +202,7 @@ def quantize(tensor: Tensor, format: str | Format, recipe: str | Recipe, *, axis
             vector along `axis`), "1x128" and "mx32" (one per 128 or 32 consecutive elements along `axis`),
             "128x128" (one per tile of `axis` and the other one of the last two dimensions, leading ones are
             batch; a vector counts as 1 x K); or a `Recipe`.
-        axis: the contraction dimension K.
+        axis: the contraction dimension K; for "row" there may be several, which then share a scale.
 
     Raises:
         RoundingError: dtype not one of the four, axis out of range, or not of the last two under "128x128".
@@ -228,7 +230,9 @@ def quantize(tensor: Tensor, format: str | Format, recipe: str | Recipe, *, axis
         return Quantized(values=_untile(values, x.shape), scale=scale.reshape(amax.shape[::2]), format=fmt, block=block)
 
 
-def fake_quantize(tensor: Tensor, format: str | Format, recipe: str | Recipe, *, axis: int = -1) -> Tensor:
+def fake_quantize(
+    tensor: Tensor, format: str | Format, recipe: str | Recipe, *, axis: int | Sequence[int] = -1
+) -> Tensor:
     """`tensor` as it looks after quantisation to `format` under `recipe`: `quantize` and back.
 
     Arguments and errors are those of `quantize`. Returns a new tensor of the input's shape, dtype, device and
@@ -270,9 +274,16 @@ def _keep_nonfinite(values: Tensor, original: Tensor, amax: Tensor) -> Tensor:
     return torch.where(original.isfinite(), values, original)
 
 
-def _block(shape: tuple[int, ...], recipe: Recipe, axis: int) -> tuple[int, ...]:
+def _block(shape: tuple[int, ...], recipe: Recipe, axes: int | Sequence[int]) -> tuple[int, ...]:
     """The extent of one scale in each dimension, at least 1 and at most the dimension's size."""
     rank = len(shape)
+    if not isinstance(axes, int):
+        if recipe.name in ("none", "tensor", "row"):
+            return tuple(max(1, n) if recipe.name != "row" or d in axes else 1 for d, n in enumerate(shape))
+        raise RoundingError(
+            f"recipe {recipe.name!r} runs along one dimension, axis names {list(axes)}. Pass the contraction dimension."
+        )
+    axis = axes
     if not -max(rank, 1) <= axis < max(rank, 1):
         allowed = f"{-max(rank, 1)} to {max(rank, 1) - 1}"
         raise RoundingError(

@@ -15,7 +15,12 @@ from .rounding import fake_quantize
 
 @torch.library.custom_op("dsmp::fake_quantize", mutates_args=())
 def fake_quantize_op(x: Tensor, format: str, recipe: str, axis: int) -> Tensor:
-    """Every value rounded to `format` with the scales of `recipe` along `axis`; dtype and strides kept."""
+    """Every value rounded to `format` with the scales of `recipe` along `axis`; dtype and strides kept.
+
+    Besides the recipes of plans there is "channel": one scale for each index of `axis`, over all other dimensions.
+    """
+    if recipe == "channel":
+        return fake_quantize(x, format, "row", axis=[d for d in range(x.dim()) if d != axis % x.dim()])
     return fake_quantize(x, format, recipe, axis=axis)
 
 

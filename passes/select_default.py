@@ -12,7 +12,7 @@ This module writes decisions and never touches the graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -24,11 +24,13 @@ from ..hardware_db.formats import get_format, split_recipe
 from ..hardware_db.schema import Choice, OpClass, natural_accumulator
 from .cast_motion import operand_storage
 from .cost import CostModel, format_of
+from .dataflow import readers
 from .gemm import gemm_op, operand_nodes
-from .graph import FLOAT_DTYPES, calls, float_dtype, is_getitem, root, shape_of, tensors_of, value_of
+from .graph import FLOAT_DTYPES, calls, float_dtype, root, shape_of, tensors_of, value_of
 from .keys import WGRAD, NodeKey, key_of
 from .op_rules import Policy, class_of, is_known, rule_of
-from .plan import GEMM_CLASSES, Decision, Reason, Rule
+from .plan import Decision, Rule
+from .plan_fields import GEMM_CLASSES, Reason
 from .vetoes import Veto, find_vetoes
 from .workload import flops_of, gemm_shape
 
@@ -256,15 +258,15 @@ class _Selector:
         """The storage format when every reader is a GEMM operand that wants it, else None."""
         if self.device.storage == "fp32" or len(tensors_of(node)) != 1:
             return None
-        readers = list(_readers(node))
+        reads = list(readers(node))
         wants = all(
             user in self.formats
             and gemm_op(user) is not None
             and value in operand_nodes(user)
-            and self._operand_storage(user) != "fp32"
-            for value, user in readers
+            and self._operand_storage(user) == self.device.storage
+            for value, user in reads
         )
-        return self.device.storage if readers and wants else None
+        return self.device.storage if reads and wants else None
 
     def _operand_storage(self, gemm: fx.Node) -> str:
         return operand_storage(self.device.storage, _traced(gemm), self.formats[gemm].compute)
@@ -339,18 +341,6 @@ def shapes_of(node: fx.Node) -> list[list[int]]:
     if rule_of(node).policy is Policy.LADDER:
         shapes = [list(shape_of(v)) for n in operand_nodes(node) if (v := value_of(n)) is not None]
     return shapes + [list(shape_of(t)) for t in tensors_of(node)]
-
-
-def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """(value, user) pairs of everything that reads a node's numbers, looking through views."""
-    pending = [node]
-    while pending:
-        value = pending.pop()
-        for user in value.users:
-            if is_getitem(user) or (user.op == "call_function" and rule_of(user).policy is Policy.VIEW):
-                pending.append(user)
-            else:
-                yield value, user
 
 
 def _traced(node: fx.Node) -> str:

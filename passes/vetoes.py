@@ -37,8 +37,9 @@ class Veto:
     min_mantissa: int = 0
 
     def bars(self, format_name: str) -> bool:
+        """Whether a format is barred; the bits of an integer format count as its mantissa."""
         fmt = get_format(format_name)
-        return fmt.storage_bits < self.min_bits or (fmt.kind == "float" and fmt.mantissa_bits < self.min_mantissa)
+        return fmt.storage_bits < self.min_bits or fmt.significand_bits <= self.min_mantissa
 
 
 _HEAD = Veto(

@@ -15,7 +15,8 @@ from dsmp.hardware_db import load_catalog
 from dsmp.passes.gemm import gemm_op
 from dsmp.passes.graph import calls, concrete, float_dtype, node_op, placeholders
 from dsmp.passes.keys import ModuleNames, assign_keys, key_of
-from dsmp.passes.plan import Decision, Reason
+from dsmp.passes.plan import Decision
+from dsmp.passes.plan_fields import Reason
 
 ONE_PER_TIER = sorted(
     {

@@ -15,7 +15,8 @@ from dsmp.compiler.execution import predict_execution
 from dsmp.compiler.pipeline import check_plan_hardware, make_plan
 from dsmp.compiler.small_gpt import demo_model
 from dsmp.hardware_db import load_catalog
-from dsmp.passes.plan import GEMM_CLASSES, PrecisionPlan
+from dsmp.passes.plan import PrecisionPlan
+from dsmp.passes.plan_fields import GEMM_CLASSES
 
 CATALOG = load_catalog()
 ONE_PER_PROFILE = sorted({row.arch: i for i, row in sorted(CATALOG.rows.items())}.values())

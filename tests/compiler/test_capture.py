@@ -18,8 +18,8 @@ from compiling import gemms_of, numbered
 from torch import nn
 
 import dsmp
+from dsmp.compiler.batches import split_inputs
 from dsmp.compiler.capture import Capture, capture
-from dsmp.compiler.planning import split_inputs
 from dsmp.errors import CaptureError
 
 

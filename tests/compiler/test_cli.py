@@ -171,9 +171,13 @@ def test_report_of_an_archive(folder: Path) -> None:
 def test_diff(a100: Path, h800: Path) -> None:
     same = run("diff", a100, a100)
     assert (same.exit_code, "no difference" in same.stdout) == (0, True)
-    other = run("diff", a100, h800)
+    other = run("diff", a100, h800, "--flat")
     assert other.exit_code == 1
     assert re.search(r"0\|fprop\|linear\|0 +1 +tf32 → fp32 +bf16 → bf16", other.stdout)
+    modules = run("diff", a100, h800)
+    assert modules.exit_code == 1
+    assert re.search(r"^0 +\d+ of \d+", modules.stdout, re.MULTILINE)
+    assert re.search(r"^  fprop linear +1 +tf32 → fp32 +bf16 → bf16", modules.stdout, re.MULTILINE)
 
 
 def test_diff_json(a100: Path, h800: Path) -> None:
@@ -184,6 +188,8 @@ def test_diff_json(a100: Path, h800: Path) -> None:
     assert (found["before"]["hardware"], found["after"]["hardware"]) == ("a100", "h800")
     assert [n["key"] for n in found["nodes"]] == [d.key for d in load_plan(a100).diff(load_plan(h800))]
     assert found["nodes"][0]["before"]["compute"] == "tf32"
+    assert sum(m["changed"] for m in found["modules"]) == len(found["nodes"])
+    assert found["modules"][0]["before"]["drift"] is None
     same = run("diff", a100, a100, "--json")
     assert (same.exit_code, json.loads(same.stdout)["nodes"]) == (0, [])
 
@@ -283,6 +289,8 @@ def test_version_and_help_need_no_torch() -> None:
         (["--version"], "dsmp "),
         (["--help"], "hardware"),
         (["report", "--help"], "--hardware-file"),
+        (["explain", "--help"], "--want"),
+        (["pareto", "--help"], "--points"),
         (["hardware", "calibrate", "--help"], "--quick"),
     ):
         done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60)

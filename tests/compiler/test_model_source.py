@@ -183,7 +183,7 @@ def test_files_that_fail_while_imported(folder: Path, code: str, says: str) -> N
     (folder / "broken.py").write_text(code + "\n")
     with pytest.raises(ModelSpecError, match=says):
         load_model("broken.py:f")
-    assert "_dsmp_model_broken" not in sys.modules
+    assert "_dsmp_user_broken" not in sys.modules
 
 
 def test_the_embedded_model_is_a_factory() -> None:

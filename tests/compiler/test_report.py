@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from dsmp.compiler.capture import Capture, capture
 from dsmp.compiler.console import Printer, bytes_text, digits
 from dsmp.compiler.pipeline import make_plan
-from dsmp.compiler.render import print_diff, print_report
+from dsmp.compiler.render import print_report
+from dsmp.compiler.render_diff import print_diff
 from dsmp.compiler.report import (
     RunFacts,
     choose,
@@ -34,7 +35,8 @@ from dsmp.compiler.report import (
 from dsmp.errors import InvalidOptionError
 from dsmp.hardware_db.detect import resolve_hardware
 from dsmp.hardware_db.schema import OP_CLASSES
-from dsmp.passes.plan import GEMM_CLASSES, Decision, ModelInfo, PrecisionPlan, Prediction, Reason
+from dsmp.passes.plan import Decision, ModelInfo, PrecisionPlan, Prediction
+from dsmp.passes.plan_fields import GEMM_CLASSES, Reason
 
 
 def decision(key: str, **changes: object) -> Decision:

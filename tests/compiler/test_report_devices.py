@@ -18,7 +18,8 @@ from dsmp.compiler.model_commands import EMBEDDED_MODEL, named_devices
 from dsmp.compiler.render_plans import print_plans
 from dsmp.compiler.report import RunFacts
 from dsmp.errors import InvalidOptionError, UnknownHardwareError
-from dsmp.passes.plan import Decision, ModelInfo, PrecisionPlan, Prediction, Reason, parse_plan
+from dsmp.passes.plan import Decision, ModelInfo, PrecisionPlan, Prediction, parse_plan
+from dsmp.passes.plan_fields import Reason
 
 MODEL = """
 import torch

@@ -296,6 +296,27 @@ def test_operand_storage(traced, compute, stored):
     assert operand_storage("fp32", traced, compute) == traced
 
 
+def test_a_16_bit_operand_is_not_rounded_to_the_other_16_bit_format_on_the_way():
+    assert operand_storage("bf16", "fp32", "fp16") == "fp16"
+    assert operand_storage("fp16", "fp32", "bf16") == "bf16"
+    # cast before it is scaled it would overflow
+    assert operand_storage("bf16", "fp32", "fp16", "tensor") == "fp32"
+    assert operand_storage("fp16", "fp32", "fp16", "tensor") == "fp16"
+    assert operand_storage("bf16", "bf16", "fp16") == "bf16"
+
+
+@pytest.mark.parametrize("recipe", ["none", "tensor/tensor"])
+def test_simulated_fp16_keeps_its_precision_where_activations_are_stored_in_bf16(recipe, linear):
+    graph, values = linear
+    plan = {
+        key: decision(node, "fp16", recipe=recipe) if gemm_op(node) else decision(node, "fp32")
+        for key, node in by_key(graph.gm).items()
+    }
+    simulated, _ = applied(graph, plan, same_device=False, storage="bf16")
+    exact, rounded = flat(run_linear(graph.gm, values)), flat(run_linear(simulated.gm, values))
+    assert 0 < relative_error(rounded, exact) < 2**-10  # bf16 alone is off by more
+
+
 # whole models
 
 

@@ -14,18 +14,19 @@ from dsmp.errors import PlanFileError, PlanSchemaError, RuleError
 from dsmp.hardware_db import FORMATS, RECIPES
 from dsmp.passes.keys import PHASES, NodeKey
 from dsmp.passes.plan import (
-    STORED_FORMATS,
+    Budget,
     Decision,
     ModelInfo,
     PrecisionPlan,
     Prediction,
-    Reason,
     Rule,
     fingerprint,
     load_plan,
     parse_plan,
     parse_rules,
 )
+from dsmp.passes.plan_fields import STORED_FORMATS, Reason
+from dsmp.passes.program import Candidate, Copy, Program, Solution
 
 FORMAT = st.sampled_from(sorted(FORMATS))
 RECIPE = st.sampled_from(sorted(RECIPES)).flatmap(
@@ -67,13 +68,48 @@ PREDICTIONS = st.builds(
     saved_bytes=st.none() | COUNT,
     saved_bytes_fp32=st.none() | COUNT,
 )
+FINITE = st.floats(0, 1e9)
+SOLUTIONS = st.builds(
+    Solution, limit=st.none() | FINITE, memory_limit=st.none() | COUNT, time_us=FINITE, cast_us=FINITE, drift=FINITE,
+    saved_bytes=COUNT, bound_us=FINITE, gap=FINITE, price_us_per_drift=FINITE, price_us_per_byte=FINITE,
+    binding=st.lists(st.sampled_from(["error", "memory"]), unique=True), measured=st.none() | FINITE,
+    ratio=st.none() | FINITE, p95=st.none() | FINITE, samples=COUNT, runs=COUNT,
+)  # fmt: skip
+CANDIDATES = st.builds(
+    Candidate, label=TEXT, compute=FORMAT, recipe=RECIPE, accumulate=FORMAT, output=st.sampled_from(STORED_FORMATS),
+    bytes=COUNT, time_us=FINITE, drift=st.none() | FINITE, measured=st.booleans(), saved_bytes=COUNT,
+    blocked=st.none() | st.builds(Reason, code=TEXT, text=TEXT),
+)  # fmt: skip
+
+
+@st.composite
+def programs(draw):
+    keys = [f"layers.{i}|fprop|linear|0" for i in range(draw(st.integers(1, 3)))]
+    ways = st.lists(CANDIDATES, min_size=1, max_size=3, unique_by=lambda c: c.label)
+    candidates = {key: draw(ways) for key in keys}
+    some = st.lists(st.sampled_from(keys), max_size=3, unique=True)
+    copies = st.builds(
+        Copy, value=st.sampled_from([*keys, "x"]), format=FORMAT, recipe=RECIPE,
+        time_us=st.dictionaries(TEXT, FINITE, max_size=2),
+        readers=st.dictionaries(st.sampled_from(keys), st.lists(TEXT, max_size=2), max_size=2),
+    )  # fmt: skip
+    return Program(
+        cost=draw(st.sampled_from(["roofline", "bits"])), loss=draw(st.none() | FINITE),
+        drift=draw(st.sampled_from(["kl", "bernoulli", "l2", "gradients"])), candidates=candidates,
+        copies=draw(st.lists(copies, max_size=2)), ties=draw(st.lists(some, max_size=2)),
+        reads=draw(st.dictionaries(st.sampled_from(keys), some, max_size=2)),
+    )  # fmt: skip
+
+
 PLANS = st.builds(
     PrecisionPlan,
     dsmp=TEXT,
     torch=TEXT,
     hardware=TEXT,
     model=st.builds(ModelInfo, source=TEXT, fingerprint=TEXT, nodes=COUNT),
-    budget=st.none() | st.floats(0, 1),
+    budget=st.none() | st.builds(Budget, amount=st.none() | st.floats(0, 1), saved_bytes=st.none() | COUNT),
+    solution=st.none() | SOLUTIONS,
+    program=st.none() | programs(),
     prediction=PREDICTIONS,
     rules=st.lists(st.builds(Rule, match=TEXT, format=FORMAT), max_size=3),
     nodes=st.lists(decisions(), max_size=4, unique_by=lambda d: d.key),
@@ -131,7 +167,7 @@ def test_the_file_holds_one_node_a_line_in_order():
     lines = [line for line in text.splitlines() if '"key"' in line]
     assert [json.loads(line.rstrip(","))["key"] for line in lines] == keys
     head = json.loads(text)
-    assert next(iter(head)) == "schema" and head["schema"] == 1 and list(head)[-1] == "nodes"
+    assert next(iter(head)) == "schema" and head["schema"] == 2 and list(head)[-1] == "nodes"
     assert text.endswith("}\n")
 
 
@@ -271,10 +307,10 @@ def node(**changes):
         ("[]", ["a list where an object with a 'nodes' list belongs"]),
         ("3", ["a int where an object"]),
         ("null", ["a NoneType where an object"]),
-        ("{}", ["field schema is None; this version reads 1"]),
-        (json.dumps(document(schema=2)), ["field schema is 2; this version reads 1"]),
-        (json.dumps(document(schema="1")), ["field schema is '1'"]),
-        (json.dumps(document(schema=[1])), ["field schema is [1]"]),
+        ("{}", ["field schema is None; this version reads 2"]),
+        (json.dumps(document(schema=1)), ["field schema is 1; this version reads 2"]),
+        (json.dumps(document(schema="2")), ["field schema is '2'"]),
+        (json.dumps(document(schema=[2])), ["field schema is [2]"]),
         (json.dumps(document(colour="red")), ["field colour: Extra inputs are not permitted"]),
         (json.dumps({k: v for k, v in document().items() if k != "hardware"}), ["field hardware: Field required"]),
         (json.dumps(document(nodes={})), ["field nodes: Input should be a valid list"]),

@@ -1,0 +1,141 @@
+"""Record the call of a frame that Dynamo is compiling right now: its graph, and the first batch as values for it.
+
+Nothing of the user's is run. The frame is traced once more, by itself, and what its placeholders stand for is read off
+their descriptors; a training step is judged on the frame's own outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..errors import CalibrationError
+from ..passes.differentiable import run
+from ..passes.graph import concrete, output_node, placeholders
+from ..passes.keys import ModuleNames
+from .batches import Batch
+from .capture import CapturedGraph, key_graph
+from .objective import Manner, Objective
+from .recording import RecordedCall
+from .tracing import PARTITION_ARGUMENTS, parameter_indices, parameter_nodes, trace
+
+
+def record_frame(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], names: ModuleNames
+) -> tuple[CapturedGraph, RecordedCall]:
+    """The keyed graph of a Dynamo graph, and what to measure it on: itself with the first batch as inputs or, where a
+    gradient is wanted, the joint graph of a training step on the frame's own loss, or on labels drawn from its outputs.
+
+    Raises CalibrationError when the example inputs hold no values, or are not what the graph's placeholders stand for.
+    """
+    inputs = [x if isinstance(x, Tensor) else concrete(x) for x in example_inputs]
+    if any(isinstance(x, Tensor) and (x.is_meta or isinstance(x, torch._subclasses.FakeTensor)) for x in inputs):
+        raise CalibrationError(
+            "a budget needs values to measure, and this model is compiled with meta or fake tensors. Give a plan "
+            "instead, or compile with real ones."
+        )
+    with _disable_current_modes():
+        graph, values = _traced(gm, inputs)
+        frame = measured = _keyed(graph, inputs, names)
+        outputs = len(_flat_outputs(graph))
+        if frame.joint:
+            empty = [
+                torch.zeros(n.meta["val"].shape) if v is None else v
+                for n, v in zip(placeholders(graph), values, strict=True)
+            ]
+            count = graph.meta[PARTITION_ARGUMENTS]["num_fwd_outputs"]
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                found = run(graph, empty, order=0)[:count]
+            objective = Objective()
+            labels = objective.labels(found, Batch(args=(), kwargs={}))
+            if isinstance(labels[1], Tensor):
+                inputs.append(labels[1])
+            graph, values = _traced(_judged(gm, objective, labels[0], len(inputs)), inputs)
+            values = [torch.ones(()) if v is None else v for v in values]
+            measured, outputs = _keyed(graph, inputs, names), 1
+    varying = frozenset(i for i, x in enumerate(values) if isinstance(x, Tensor) and not isinstance(x, nn.Parameter))
+    return frame, RecordedCall(graph=measured, inputs=tuple(values), varying=varying, forward_outputs=outputs)
+
+
+def _keyed(graph: fx.GraphModule, inputs: Sequence[Any], names: ModuleNames) -> CapturedGraph:
+    parameters = parameter_nodes(graph, parameter_indices(inputs))
+    return CapturedGraph(gm=graph, parameters=parameters, keys=key_graph(graph, names, parameters))
+
+
+def _traced(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[Any]]:
+    """The ATen graph and what its placeholders stand for, None for tangents."""
+    # Sizes are those of this batch: symbols of the compilation that is going on would gather guards of this one.
+    with torch._guards.tracing(torch._guards.TracingContext(FakeTensorMode())):
+        graph = trace(_with_numbers(_untraced(gm), inputs), inputs)
+    return graph, [_value(node, position, gm, inputs) for position, node in enumerate(placeholders(graph))]
+
+
+def _with_numbers(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    """The graph with the numbers that it takes out of inputs: under dynamic=True a float comes as a tensor."""
+    values = dict(zip(placeholders(gm), inputs, strict=True))
+    for node in list(gm.graph.nodes):
+        if node.op == "call_method" and node.target == "item" and isinstance(values.get(node.args[0]), Tensor):
+            node.replace_all_uses_with(values[node.args[0]].item())
+            gm.graph.erase_node(node)
+    gm.recompile()
+    return gm
+
+
+def _judged(gm: fx.GraphModule, objective: Objective, how: Manner, inputs: int) -> fx.GraphModule:
+    """The Dynamo graph with the objective of its outputs in their place; its labels are one more input."""
+    judged = _untraced(gm)
+    output = output_node(judged)
+    known = placeholders(judged)
+    labels = None
+    if inputs > len(known):
+        with judged.graph.inserting_after(known[-1]):
+            labels = judged.graph.placeholder("dsmp_labels")
+
+    def judge(outputs: Sequence[Any], labels: Any) -> Tensor:
+        return objective.value(list(outputs), (how, labels))
+
+    with judged.graph.inserting_before(output):
+        value = judged.graph.call_function(judge, (output.args[0], labels))
+    output.args = ((value,),)
+    judged.recompile()
+    return judged
+
+
+def _untraced(gm: fx.GraphModule) -> fx.GraphModule:
+    """The graph without the values it was traced with, which belong to the compilation that is going on."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    copy = fx.GraphModule(gm, graph)
+    for node in copy.graph.nodes:
+        node.meta = {k: v for k, v in node.meta.items() if k not in ("example_value", "val")}
+    return copy
+
+
+def _value(node: fx.Node, position: int, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """What a placeholder stands for; None for a tangent."""
+    descriptor = node.meta.get("desc")
+    kind = type(descriptor).__name__
+    if kind == "TangentAOTInput":
+        return None
+    name = getattr(descriptor, "target", None)
+    if kind == "ParamAOTInput" and name is not None:
+        return gm.get_parameter(name)
+    if kind == "BufferAOTInput" and name is not None:
+        return gm.get_buffer(name)
+    index = getattr(descriptor, "idx", position if descriptor is None else None)
+    if index is None or index >= len(inputs):
+        raise CalibrationError(
+            f"the compiled graph reads {descriptor}, which is no plain input of it. Make the plan offline: "
+            "dsmp.plan(model, calibration=batches), and compile with options={'plan': plan}."
+        )
+    return inputs[index]
+
+
+def _flat_outputs(gm: fx.GraphModule) -> list[Any]:
+    outputs = output_node(gm).args[0]
+    return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]

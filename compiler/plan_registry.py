@@ -1,0 +1,92 @@
+"""Which plan a compiled model or function runs under: remembered while it is compiled, asked with `dsmp.plan_of`."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, MutableMapping
+from types import FrameType
+from typing import Any
+
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+
+from ..errors import InvalidOptionError
+from ..passes.plan import ModelInfo, PrecisionPlan
+
+_PLANS: MutableMapping[Any, list[PrecisionPlan]] = weakref.WeakKeyDictionary()
+# The function of torch that calls what was compiled; its `fn` is the code that the user handed over.
+_WRAPPER = "compile_wrapper"
+
+
+def plan_of(compiled: nn.Module | Callable[..., Any]) -> PrecisionPlan:
+    """The plan that a model or function compiled with `backend="dsmp"` runs under.
+
+    It is known once the model was called. A model that was compiled in several graphs gets the decisions of all in one
+    plan, without a solution of its own. Raises InvalidOptionError for what was not compiled by dsmp, or not yet.
+    """
+    plans = _PLANS.get(_plain(compiled))
+    if not plans:
+        raise InvalidOptionError(
+            "plan_of", type(compiled).__name__,
+            'what torch.compile(..., backend="dsmp") returned, after its first call: compiling happens then',
+        )  # fmt: skip
+    return merged(plans)
+
+
+def remember(plan: PrecisionPlan) -> PrecisionPlan:
+    """Note the plan of the graph that is being compiled; returns the plan of all graphs of the model so far."""
+    target = _being_compiled()
+    if target is None:
+        return plan
+    plans = _PLANS.setdefault(target, [])
+    # Compiling again (other shapes, a changed setting) replaces what the same nodes were decided to be.
+    keys = set(plan.by_key)
+    plans[:] = [p for p in plans if not keys & set(p.by_key)] + [plan]
+    return merged(plans)
+
+
+def compiled_name() -> str:
+    """The class of the model, or the name of the function, that is being compiled."""
+    target = _being_compiled()
+    return getattr(target, "__name__", type(target).__name__) if target is not None else "compiled code"
+
+
+def merged(plans: list[PrecisionPlan]) -> PrecisionPlan:
+    """One plan with the decisions of several."""
+    first = plans[0]
+    if len(plans) == 1:
+        return first
+    nodes = [d for p in plans for d in p.nodes]
+    saved = [p.prediction.saved_bytes for p in plans if p.prediction.saved_bytes is not None]
+    saved_fp32 = [p.prediction.saved_bytes_fp32 for p in plans if p.prediction.saved_bytes_fp32 is not None]
+    prediction = first.prediction.model_copy(
+        update={
+            "time_us": sum(p.prediction.time_us for p in plans),
+            "time_us_fp32": sum(p.prediction.time_us_fp32 for p in plans),
+            "saved_bytes": sum(saved) if saved else None,
+            "saved_bytes_fp32": sum(saved_fp32) if saved_fp32 else None,
+        }
+    )
+    model = ModelInfo(source=first.model.source, fingerprint=first.model.fingerprint, nodes=len(nodes))
+    return first.model_copy(
+        update={"nodes": nodes, "prediction": prediction, "model": model, "solution": None, "program": None}
+    )
+
+
+def _plain(compiled: Any) -> Any:
+    if isinstance(compiled, OptimizedModule):
+        return compiled._orig_mod
+    original = getattr(compiled, "_torchdynamo_orig_callable", compiled)
+    owner = getattr(original, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else original
+
+
+def _being_compiled() -> Any:
+    """What the user compiled, from the call of it that is on the stack; None where there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == _WRAPPER and callable(frame.f_locals.get("fn")):
+            return _plain(frame.f_locals["fn"])
+        frame = frame.f_back
+    return None

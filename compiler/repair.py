@@ -1,0 +1,173 @@
+"""Make a plan's predicted drift true: run it, find the nodes that were predicted wrongly, measure them, solve again.
+
+Predictions are first order in the rounding errors, and a few nodes (a first layer on raw data, say) are not. Those have
+small predictions, so looking at the largest finds nothing; halving the set of nodes and running each half does. What
+is found is run in each of its formats, since the factor of one does not carry over to another. Where all halves are off
+by the same factor, the calibration as a whole is, and all predictions are scaled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..passes.keys import NodeKey
+from ..passes.plan_fields import GEMM_CLASSES
+from ..passes.program import Candidate, Program, Solution
+from ..passes.solve import Solved, solve_program
+from .trial import Trial, TrialResult
+
+LOW, HIGH = 0.8, 1.25
+"""A plan is believed when the root of measured over predicted drift lies between these."""
+SPLIT = 1.6
+"""A group of nodes is looked into when its measured drift and its prediction differ by this factor."""
+ROUNDS = 4
+MAX_RUNS = 25
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Repaired:
+    """The plan that was settled on, the program with what was learnt, and the last run."""
+
+    program: Program
+    solved: Solved
+    result: TrialResult
+    first_ratio: float | None
+
+
+def repair(
+    program: Program,
+    trial: Trial,
+    *,
+    drift: float,
+    saved_bytes: float = math.inf,
+    max_runs: int = MAX_RUNS,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Repaired:
+    """Solve, run, and repair until prediction and run agree and the run meets the budget, in at most `max_runs` runs.
+
+    Raises BudgetError when no choice meets the budgets.
+    """
+    limit = drift
+    solved = solve_program(program, drift=limit, saved_bytes=saved_bytes)
+    first_ratio: float | None = None
+    for round_number in range(ROUNDS):
+        result = trial.run(low_candidates(program, solved.chosen))
+        ratio = ratio_of(result.drift, solved.solution.drift)
+        if round_number == 0:
+            first_ratio = ratio
+        tell(f"run {trial.runs}: measured/predicted {'none' if ratio is None else f'{ratio:.2f}'}")
+        over = result.drift > drift
+        # A plan that is the fastest of all whatever the budget gains nothing from better predictions.
+        off = ratio is not None and not LOW <= ratio <= HIGH and (over or "error" in solved.solution.binding)
+        if not (off or over) or trial.runs >= max_runs - 1:
+            break
+        if off:
+            program = learn(program, solved.chosen, trial, result.drift, max_runs)
+        elif over:
+            limit = 0.95 * limit * drift / result.drift
+        solved = solve_program(program, drift=limit, saved_bytes=saved_bytes)
+    else:
+        result = trial.run(low_candidates(program, solved.chosen))
+    return Repaired(program=program, solved=solved, result=result, first_ratio=first_ratio)
+
+
+def measured_solution(solution: Solution, limit: float, result: TrialResult, runs: int) -> Solution:
+    """A solution with what its run showed; `limit` is what the user allowed."""
+    return solution.model_copy(
+        update={
+            "limit": limit if math.isfinite(limit) else None,
+            "measured": result.drift, "ratio": ratio_of(result.drift, solution.drift), "p95": result.p95,
+            "samples": result.samples, "runs": runs,
+        }
+    )  # fmt: skip
+
+
+def ratio_of(measured: float, predicted: float) -> float | None:
+    """Root of measured over predicted drift; None where neither says anything."""
+    if predicted <= 0.0:
+        return None if measured <= 0.0 else math.inf
+    return math.sqrt(measured / predicted)
+
+
+def low_candidates(program: Program, chosen: Mapping[str, Candidate]) -> dict[str, Candidate]:
+    """The nodes that are not left as traced: the first candidate of a node is its traced format."""
+    return {k: c for k, c in chosen.items() if c.label != program.candidates[k][0].label}
+
+
+def learn(program: Program, chosen: Mapping[str, Candidate], trial: Trial, measured: float, max_runs: int) -> Program:
+    """A program with the drifts of wrongly predicted nodes replaced by measured ones, or all of them scaled."""
+    low = low_candidates(program, chosen)
+    # A result that is stored narrow at no drift is rounded by its readers anyway: alone it would look guilty.
+    keys = [k for k, c in low.items() if c.drift or NodeKey.parse(k).op in GEMM_CLASSES]
+    halves = [keys[: len(keys) // 2], keys[len(keys) // 2 :]]
+    drifts = [trial.run({k: low[k] for k in half}).drift for half in halves if half]
+    predictions = [_predicted(low, half) for half in halves if half]
+    factors = [d / p for d, p in zip(drifts, predictions, strict=True) if p > 0]
+    common = measured / _predicted(low, keys) if _predicted(low, keys) > 0 else math.inf
+    if len(factors) == 2 and math.isfinite(common) and all(1 / SPLIT < f / common < SPLIT for f in factors):
+        return _scaled(program, common)
+    suspects = [(d, half) for d, half in zip(drifts, (h for h in halves if h), strict=True)]
+    found: dict[str, dict[str, float]] = {}
+    while suspects and trial.runs < max_runs - 2:
+        suspects.sort(key=lambda s: -abs(s[0] - _predicted(low, s[1])))
+        group_drift, group = suspects.pop(0)
+        predicted = _predicted(low, group)
+        if _agree(group_drift, predicted):
+            continue
+        if len(group) == 1:
+            found[group[0]] = _every_format(program, group[0], low[group[0]], group_drift, trial, max_runs)
+            continue
+        first, second = group[: len(group) // 2], group[len(group) // 2 :]
+        one = trial.run({k: low[k] for k in first}).drift
+        # Drifts add up, so the other half need not be run unless it is alone and has to be exact.
+        other = max(0.0, group_drift - one)
+        suspects += [(one, first), (other, second)]
+    return _with_drifts(program, found)
+
+
+def _agree(measured: float, predicted: float) -> bool:
+    return predicted > 0 and 1 / SPLIT <= measured / predicted <= SPLIT
+
+
+def _predicted(low: Mapping[str, Candidate], keys: Sequence[str]) -> float:
+    return sum(low[k].drift or 0.0 for k in keys)
+
+
+def _every_format(
+    program: Program, key: str, chosen: Candidate, drift: float, trial: Trial, max_runs: int
+) -> dict[str, float]:
+    """Drift of one node alone in each of its allowed candidates, the fastest first while runs last."""
+    found = {chosen.label: trial.run({key: chosen}).drift if trial.runs < max_runs - 2 else drift}
+    traced = program.candidates[key][0]
+    others = [c for c in program.allowed[key] if c.label not in (chosen.label, traced.label)]
+    for candidate in sorted(others, key=lambda c: (c.time_us, c.drift or 0.0)):
+        if trial.runs >= max_runs - 2:
+            break
+        found[candidate.label] = trial.run({key: candidate}).drift
+    return found
+
+
+def _with_drifts(program: Program, found: Mapping[str, Mapping[str, float]]) -> Program:
+    candidates = dict(program.candidates)
+    for key, drifts in found.items():
+        candidates[key] = [
+            c.model_copy(update={"drift": drifts[c.label], "measured": True}) if c.label in drifts else c
+            for c in candidates[key]
+        ]
+    return _with_candidates(program, candidates)
+
+
+def _scaled(program: Program, factor: float) -> Program:
+    candidates = {
+        key: [c if c.drift is None else c.model_copy(update={"drift": c.drift * factor}) for c in found]
+        for key, found in program.candidates.items()
+    }
+    return _with_candidates(program, candidates)
+
+
+def _with_candidates(program: Program, candidates: Mapping[str, Sequence[Candidate]]) -> Program:
+    """A program made anew: a copy would keep what the old one has derived from its candidates."""
+    fields = {name: getattr(program, name) for name in Program.model_fields}
+    return Program(**{**fields, "candidates": candidates})

@@ -1,0 +1,68 @@
+"""The vocabulary of plan files: checked names of formats, recipes and node keys, and the reason of a decision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+from ..errors import DsmpError
+from ..hardware_db.formats import get_format, split_recipe
+from .keys import NodeKey
+
+GEMM_CLASSES = frozenset({"linear", "matmul", "conv", "sdpa", "grouped_mm"})
+STORED_FORMATS = ("fp64", "fp32", "bf16", "fp16")
+
+
+def _known_format(name: str) -> str:
+    return _as_value_error(get_format, name)
+
+
+def _stored_format(name: str) -> str:
+    if _known_format(name) not in STORED_FORMATS:
+        raise ValueError(f"results are stored in one of {', '.join(STORED_FORMATS)}, not in {name!r}")
+    return name
+
+
+def _known_recipe(text: str) -> str:
+    return _as_value_error(split_recipe, text)
+
+
+def _known_key(text: str) -> str:
+    NodeKey.parse(text)
+    return text
+
+
+def _as_value_error(check: Any, text: str) -> str:
+    try:
+        check(text)
+    except DsmpError as error:
+        raise ValueError(str(error)) from None
+    return text
+
+
+FormatName = Annotated[str, AfterValidator(_known_format)]
+StoredName = Annotated[str, AfterValidator(_stored_format)]
+RecipeName = Annotated[str, AfterValidator(_known_recipe)]
+KeyText = Annotated[str, AfterValidator(_known_key)]
+
+
+class PlanModel(BaseModel):
+    """Base of everything in a plan file: no unknown fields, no NaN, no change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with other values, which remembers nothing that was computed from the old ones."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in [n for n in copied.__dict__ if n not in type(self).model_fields]:
+            del copied.__dict__[name]
+        return copied
+
+
+class Reason(PlanModel):
+    """Why a decision was taken: a short code that programs can group by and one sentence for people."""
+
+    code: str
+    text: str

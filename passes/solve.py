@@ -1,0 +1,137 @@
+"""From a program and budgets to decisions: the optimum, what it was weighed against, and one sentence for each node."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import BudgetError, PlanHardwareError
+from .assignment import Assignment
+from .budgets import UnreachableBudgetError
+from .keys import NodeKey
+from .plan_fields import GEMM_CLASSES, Reason
+from .program import Candidate, Program, Solution
+from .select_optimal import select_optimal
+
+_NAMED = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Solved:
+    """The candidate chosen for each node of a program, why, and the certificate."""
+
+    chosen: Mapping[str, Candidate]
+    reasons: Mapping[str, Reason]
+    solution: Solution
+
+
+def solve_program(program: Program, *, drift: float = math.inf, saved_bytes: float = math.inf) -> Solved:
+    """The fastest choice within a budget on drift and one on saved bytes.
+
+    Raises BudgetError when no choice meets them.
+    """
+    try:
+        assignment = select_optimal(program.problem(drift=drift, saved_bytes=saved_bytes))
+    except UnreachableBudgetError as error:
+        names = [program.keys[v] for v in error.nodes]
+        more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
+        raise BudgetError(
+            f"the {error.name} budget {error.budget:.4g} cannot be met: the least that can be reached is "
+            f"{error.least:.4g}. What binds: {', '.join(names[:_NAMED])}{more}. Raise the budget, or take back the "
+            "rules and limits on these nodes."
+        ) from error
+    chosen = program.chosen(assignment)
+    solution = Solution(
+        limit=drift if math.isfinite(drift) else None,
+        memory_limit=int(saved_bytes) if math.isfinite(saved_bytes) else None,
+        time_us=assignment.totals.time,
+        cast_us=assignment.totals.cast_time,
+        drift=assignment.totals.error,
+        saved_bytes=int(assignment.totals.memory),
+        bound_us=max(0.0, assignment.bound),
+        gap=assignment.gap,
+        price_us_per_drift=assignment.error_price,
+        price_us_per_byte=assignment.memory_price,
+        binding=list(assignment.binding),
+    )
+    reasons = {key: _reason(program.candidates[key], c, solution, assignment) for key, c in chosen.items()}
+    return Solved(chosen=chosen, reasons=reasons, solution=solution)
+
+
+def priced(candidate: Candidate, solution: Solution) -> float:
+    """A candidate's time with its drift and memory charged at the optimum's prices, in microseconds."""
+    return (
+        candidate.time_us
+        + solution.price_us_per_drift * (candidate.drift or 0.0)
+        + solution.price_us_per_byte * candidate.saved_bytes
+    )
+
+
+def best_alternative(candidates: Sequence[Candidate], chosen: Candidate, solution: Solution) -> Candidate | None:
+    """The allowed candidate that comes next to the chosen one at the optimum's prices; None if there is no other."""
+    others = [c for c in candidates if c.blocked is None and c.label != chosen.label]
+    return min(others, key=lambda c: (priced(c, solution), c.label), default=None)
+
+
+def _reason(candidates: Sequence[Candidate], chosen: Candidate, solution: Solution, assignment: Assignment) -> Reason:
+    blocked = [c for c in candidates if c.blocked is not None]
+    forced = next((c.blocked for c in blocked if c.blocked is not None and c.blocked.code == "rule"), None)
+    if forced is not None:
+        return forced
+    other = best_alternative(candidates, chosen, solution)
+    if other is None:
+        first = next((c.blocked for c in blocked if c.blocked is not None), None)
+        return first or Reason(code="only", text="no other format is offered for this node")
+    faster = chosen.time_us < other.time_us
+    share = _share(chosen, other, solution)
+    gain = abs(other.time_us - chosen.time_us)
+    if faster:
+        text = f"{chosen.label} saves {gain:.3g} us over {other.label}{share}"
+    elif gain == 0.0:
+        text = f"{chosen.label}: {other.label} would save nothing here"
+    else:
+        text = f"{other.label} would save {gain:.3g} us{share}"
+    if blocked:
+        text += f"; blocked: {', '.join(dict.fromkeys(c.compute for c in blocked))}"
+    return Reason(code="optimal", text=text)
+
+
+def _share(chosen: Candidate, other: Candidate, solution: Solution) -> str:
+    more = abs((chosen.drift or 0.0) - (other.drift or 0.0))
+    if not solution.limit or not more:
+        return ""
+    return f" for {100 * more / solution.limit:.2g} % of the budget"
+
+
+def force(program: Program, rules: Iterable[tuple[str, str, list[str]]]) -> Program:
+    """A program in which nodes may only take a format: (rule, format, keys) triples, the last one for a key wins.
+
+    A rule on a GEMM asks for its arithmetic, on any other node for the format that its result is stored in. Raises
+    PlanHardwareError for a node that has no candidate in the format that is neither blocked by the device nor by a
+    veto.
+    """
+    candidates = dict(program.candidates)
+    for rule, name, keys in rules:
+        why = Reason(code="rule", text=f"the rule {rule!r} asks for {name}")
+        for key in keys:
+            gemm = NodeKey.parse(key).op in GEMM_CLASSES
+            known = program.candidates[key]
+            asked = [(c.compute if gemm else c.output) == name for c in known]
+            if not any(wanted and _free(c) for wanted, c in zip(asked, known, strict=True)):
+                barred = next((c.blocked.text for w, c in zip(asked, known, strict=True) if w and c.blocked), "")
+                because = f": {barred.rstrip('.')}" if barred else ""
+                can = ", ".join(dict.fromkeys(c.compute if gemm else c.output for c in known if _free(c)))
+                raise PlanHardwareError(f"{key}: the rule {rule!r} asks for {name}{because}. It may take {can}.")
+            candidates[key] = [_ruled(c, wanted, why) for wanted, c in zip(asked, known, strict=True)]
+    return program.model_copy(update={"candidates": candidates})
+
+
+def _ruled(candidate: Candidate, wanted: bool, why: Reason) -> Candidate:
+    """A candidate under a rule: blocked unless wanted; what blocked it before stays, an earlier rule does not."""
+    before = None if _free(candidate) else candidate.blocked
+    return candidate.model_copy(update={"blocked": before or (None if wanted else why)})
+
+
+def _free(candidate: Candidate) -> bool:
+    return candidate.blocked is None or candidate.blocked.code == "rule"

@@ -1,0 +1,112 @@
+"""Random assignment problems of every kind, and the answer that needs no solver."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from dsmp.passes.assignment import AssignmentProblem, SharedCast, Totals, totals_of
+
+NAMES = ("fp32", "bf16", "fp8", "int8")
+
+
+def best(problem: AssignmentProblem) -> Totals | None:
+    """The totals of the fastest choice within the budgets, by trying them all; None where there is none."""
+    choices = np.array(list(itertools.product(*(range(len(labels)) for labels in problem.labels))), dtype=int)
+    choices = choices.reshape(-1, len(problem))
+
+    def summed(values: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+        return sum((row[choices[:, v]] for v, row in enumerate(values)), np.zeros(len(choices)))
+
+    time, error, memory = summed(problem.time), summed(problem.error), summed(problem.memory)
+    for cast in problem.casts:
+        wanted = np.zeros(len(choices), dtype=bool)
+        for reader, wants in cast.readers:
+            wanted |= np.isin(choices[:, reader], list(wants))
+        made = 0 if cast.source is None else choices[:, cast.source]
+        time += np.where(wanted, np.array(cast.cost)[made], 0.0)
+    time[(error > problem.error_budget) | (memory > problem.memory_budget)] = np.inf
+    for tie in problem.ties:
+        names = np.array([np.array(problem.labels[v])[choices[:, v]] for v in tie])
+        time[(names != names[0]).any(axis=0)] = np.inf
+    return totals_of(problem, choices[time.argmin()].tolist()) if np.isfinite(time.min()) else None
+
+
+def random_choice(problem: AssignmentProblem, seed: int) -> list[int]:
+    """A label index per node, ties not looked at."""
+    rng = np.random.default_rng(seed)
+    return [int(rng.integers(len(labels))) for labels in problem.labels]
+
+
+def random_problem(
+    seed: int,
+    nodes: int,
+    labels: int,
+    *,
+    budgets: tuple[bool, bool] = (True, False),
+    free_casts: bool = True,
+    ties: int = 0,
+) -> AssignmentProblem:
+    """Nodes that read earlier ones, small whole numbers (ties and breakpoints abound), budgets between least and most.
+
+    `free_casts`: casts with any cost per label of the source and readers that want any labels; otherwise one copy per
+    label and value, free where the value has that label.
+    """
+    rng = np.random.default_rng(seed)
+    names = []
+    for _ in range(nodes):
+        count = labels if not free_casts else int(rng.integers(1, labels + 1))
+        names.append(tuple(rng.permutation(NAMES[:labels])[:count]) if free_casts else NAMES[:labels])
+    time, error, memory = ([rng.integers(0, 12, len(n)).astype(float) for n in names] for _ in range(3))
+    casts = []
+    for source in (None, *range(nodes)):
+        later = [v for v in range(nodes) if source is None or v > source]
+        for form in range(labels):
+            readers = [v for v in later if rng.random() < min(1.0, 3 / (1 + len(later)))]
+            if not readers or rng.random() < 0.2:
+                continue
+            if free_casts:
+                cost = tuple(rng.integers(0, 9, 1 if source is None else len(names[source])).astype(float).tolist())
+                wants = [frozenset(np.flatnonzero(rng.random(len(names[v])) < 0.5).tolist()) for v in readers]
+            else:
+                price = float(rng.integers(1, 9))
+                cost = (price,) if source is None else tuple(0.0 if q == form else price for q in range(labels))
+                wants = [frozenset([form]) for _ in readers]
+            casts.append(SharedCast(source=source, cost=cost, readers=tuple(zip(readers, wants, strict=True))))
+    groups = []
+    for _ in range(ties):
+        members = [int(v) for v in rng.choice(nodes, size=min(nodes, 3), replace=False)]
+        if set.intersection(*(set(names[v]) for v in members)):
+            groups.append(tuple(members))
+    limit = [np.inf, np.inf]
+    for i, values in enumerate((error, memory)):
+        if budgets[i]:
+            low, high = sum(v.min() for v in values), sum(v.max() for v in values)
+            limit[i] = float(np.floor(low + rng.random() * (high - low)))
+    return AssignmentProblem(
+        labels=tuple(names),
+        time=tuple(time),
+        error=tuple(error),
+        memory=tuple(memory),
+        casts=tuple(casts),
+        ties=tuple(groups),
+        error_budget=limit[0],
+        memory_budget=limit[1],
+    )
+
+
+def problems(nodes: int, labels: int) -> st.SearchStrategy[AssignmentProblem]:
+    """Problems of up to so many nodes and labels, all kinds of casts, budgets and ties."""
+    return st.builds(
+        random_problem,
+        st.integers(0, 2**32 - 1),
+        st.integers(1, nodes),
+        st.integers(1, labels),
+        budgets=st.tuples(st.booleans(), st.booleans()),
+        free_casts=st.booleans(),
+        ties=st.integers(0, 2),
+    )
