@@ -30,7 +30,7 @@ _SLACK = 1 + 1e-9
 
 def is_low(candidate: Candidate) -> bool:
     """Whether a node multiplies in 8 bits or fewer."""
-    return get_format(candidate.compute).storage_bits <= 8
+    return _bits(candidate) <= 8
 
 
 def with_candidates(program: Program, candidates: Mapping[str, list[Candidate]]) -> Program:
@@ -38,14 +38,18 @@ def with_candidates(program: Program, candidates: Mapping[str, list[Candidate]])
     return _changed(program, candidates=dict(candidates))
 
 
-def without_wide(program: Program, gemms: Collection[str]) -> Program:
-    """A program in which GEMMs multiply in 16 bits or fewer where they may."""
-    why = Reason(code="bench", text="comparisons start from 16 bits")
+def between(program: Program, gemms: Collection[str], *, narrowest: int = 0, widest: int = 64) -> Program:
+    """A program in which GEMMs multiply in formats of `narrowest` to `widest` bits, as traced where they may not."""
+    why = Reason(code="bench", text=f"formats of {narrowest} to {widest} bits are compared")
     candidates = dict(program.candidates)
     for key in gemms:
-        if any(get_format(c.compute).storage_bits <= 16 for c in program.allowed[key]):
-            candidates[key] = program.forced(key, lambda c: get_format(c.compute).storage_bits <= 16, why)
+        if any(narrowest <= _bits(c) <= widest for c in program.allowed[key]):
+            candidates[key] = program.forced(key, lambda c: narrowest <= _bits(c) <= widest, why)
     return with_candidates(program, candidates)
+
+
+def _bits(candidate: Candidate) -> int:
+    return get_format(candidate.compute).storage_bits
 
 
 def with_low_format(program: Program, gemms: Collection[str], arithmetic: str) -> Program:

@@ -1,7 +1,7 @@
 """Drift at equal cost: our plans against rankings, gradient scores with a linear program, lists and uniform formats.
 
     python -m bench.pareto [--task NAME ...] [--hardware h800] [--cast-share 0.3,0.6] [--targets 40,60,80]
-                           [--start 16|traced] [--convolutions] [--json FILE]
+                           [--start 16|traced] [--narrowest 8] [--convolutions] [--json FILE]
 
 The cost of a plan is FLOPs times bits plus a time per quantised element, shared between the readers of a copy, such
 that quantisation eats `--cast-share` of what uniform 8 bits save. A target is a share of the largest net saving that
@@ -44,13 +44,13 @@ from bench.baselines import (
 from bench.equal_cost import (
     Choice,
     Costs,
+    between,
     is_low,
     least_drift,
     least_time,
     low_arithmetics,
     starting_labels,
     with_low_format,
-    without_wide,
 )
 from bench.node_statistics import Arithmetic, NodeStatistics, gather
 from bench.pareto_criteria import criteria
@@ -85,6 +85,7 @@ class Settings:
 
     hardware: str
     start: str
+    narrowest: int
     convolutions: bool
     cast_shares: tuple[float, ...]
     targets: tuple[int, ...]
@@ -152,7 +153,8 @@ class Study:
             [(graph.gm, graph.parameters)], self.device, self.measurement.scores,
             cost="bits", tied=False, cast_share=cast_share,
         )  # fmt: skip
-        return without_wide(program, self.gemms) if self.settings.start == "16" else program
+        widest = 16 if self.settings.start == "16" else 64
+        return between(program, self.gemms, narrowest=self.settings.narrowest, widest=widest)
 
     def _statistics(self) -> dict[str, NodeStatistics]:
         program = self.program(0.0)
@@ -339,6 +341,7 @@ def main() -> None:
     parser.add_argument("--cast-share", default="0.3", help="one or several, with commas")
     parser.add_argument("--targets", default="40,60,80", help="percentages of the largest saving")
     parser.add_argument("--start", choices=("16", "traced"), default="16", help="what savings are counted from")
+    parser.add_argument("--narrowest", type=int, default=8, help="least bits of a format; 4 takes in int4 and fp4")
     parser.add_argument("--convolutions", action="store_true", help="assume 8-bit convolutions")
     parser.add_argument("--json", type=Path, help="write all figures here")
     arguments = parser.parse_args()
@@ -346,6 +349,7 @@ def main() -> None:
     settings = Settings(
         hardware=arguments.hardware,
         start=arguments.start,
+        narrowest=arguments.narrowest,
         convolutions=arguments.convolutions,
         cast_shares=tuple(float(x) for x in arguments.cast_share.split(",")),
         targets=tuple(int(x) for x in arguments.targets.split(",")),

@@ -189,6 +189,11 @@ def demo_model() -> tuple[SmallGpt, tuple[Tensor, Tensor]]:
     return SmallGpt(), small_gpt_batch()
 
 
+def demo_batches() -> list[tuple[Tensor, Tensor]]:
+    """Batches to calibrate the default model on: `--calibrate dsmp.compiler.small_gpt:demo_batches`."""
+    return [small_gpt_batch(batch=4, seed=seed) for seed in range(4)]
+
+
 def train_small_gpt(
     model: Callable[[Tensor, Tensor], Tensor],
     optimizer: torch.optim.Optimizer,

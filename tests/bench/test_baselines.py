@@ -19,13 +19,13 @@ from bench import pareto
 from bench.baselines import autocast, gradient_program, labels_of, rankings, shortest_prefix, uniform
 from bench.equal_cost import (
     Costs,
+    between,
     least_drift,
     least_time,
     low_arithmetics,
     starting_labels,
     with_candidates,
     with_low_format,
-    without_wide,
 )
 from bench.node_statistics import NodeStatistics, gather
 from bench.pareto_criteria import HEURISTICS, METHODS, criteria
@@ -89,7 +89,7 @@ def target_of(program: Program, share: float) -> float:
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 10_000), share=st.floats(0.05, 1.0))
 def test_the_least_drift_within_a_time_is_the_least_of_all(seed: int, share: float) -> None:
-    program = without_wide(program_of(seed), [key(i) for i in range(4)])
+    program = between(program_of(seed), [key(i) for i in range(4)], widest=16)
     limit = target_of(program, share)
     costs = Costs(program)
     within = [c for c in map(costs.choice, every_choice(program)) if c.time_us <= limit * (1 + 1e-9)]
@@ -122,7 +122,7 @@ def test_a_copy_is_paid_once_and_only_if_it_is_quantised() -> None:
 def test_restrictions_and_the_start() -> None:
     program = program_of(3)
     assert starting_labels(program, program.keys) == dict.fromkeys(program.keys, "fp32")
-    narrow = without_wide(program, program.keys)
+    narrow = between(program, program.keys, widest=16)
     assert starting_labels(narrow, narrow.keys) == dict.fromkeys(program.keys, "fp16")
     assert low_arithmetics(narrow, narrow.keys) == [FP8, INT8]
     only = with_low_format(narrow, narrow.keys, INT8)
@@ -165,7 +165,7 @@ def test_rankings_put_the_least_sensitive_first() -> None:
 
 
 def test_a_prefix_is_the_shortest_that_meets_the_time() -> None:
-    program = without_wide(program_of(5), [key(i) for i in range(4)])
+    program = between(program_of(5), [key(i) for i in range(4)], widest=16)
     costs, start = Costs(program), starting_labels(program, program.keys)
     low, order = labels_of(program, program.keys, FP8), [key(2), key(0), key(3), key(1)]
     limit = target_of(program, 0.5)
@@ -182,7 +182,7 @@ def test_a_prefix_is_the_shortest_that_meets_the_time() -> None:
 @given(seed=st.integers(0, 10_000))
 def test_the_gradient_program_knows_no_casts_and_meets_the_true_time(seed: int) -> None:
     keys = [key(0), key(1), "shared|fprop|linear|0", "shared|fprop|linear|1"]
-    program = without_wide(program_of(seed, keys=keys), keys)
+    program = between(program_of(seed, keys=keys), keys, widest=16)
     costs, start = Costs(program), starting_labels(program, keys)
     random = np.random.default_rng(seed)
     scores = {k: NodeStatistics() for k in keys}
@@ -265,7 +265,7 @@ class Computed:
 
     def __init__(self) -> None:
         chosen = pareto.Settings(
-            hardware="a100", start="16", convolutions=False, cast_shares=(0.3,), targets=(40, 90), draws=1
+            hardware="a100", start="16", narrowest=8, convolutions=False, cast_shares=(0.3,), targets=(40, 90), draws=1
         )
         comparison = pareto.Comparison(pareto.Study(small_task(), chosen), 0.3)
         self.found, self.beside = comparison.rows(), comparison.points()

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
-from assignment_problems import random_problem
+from assignment_problems import cases, random_problem
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dsmp.passes.budgets import Limits, feasible_choice, least_choice, refusal, restrict
 from dsmp.passes.contraction import contract
 from dsmp.passes.exact import enumerate_choices
 
-seeds = st.integers(0, 2**32 - 1)
 
-
-@given(seeds, st.integers(1, 7), st.integers(1, 3), st.booleans())
+@given(cases(7, 3))
 @settings(max_examples=200, deadline=None)
-def test_a_choice_is_found_where_there_is_one(seed, nodes, labels, both):
+def test_a_choice_is_found_where_there_is_one(case):
+    seed, nodes, labels, both = case
     problem = random_problem(seed, nodes, labels, budgets=(True, both))
     instance = contract(problem).instance
     # a budget below the middle is met by few choices
@@ -36,9 +34,10 @@ def test_a_choice_is_found_where_there_is_one(seed, nodes, labels, both):
         assert error.nodes
 
 
-@given(seeds, st.integers(1, 7), st.integers(1, 3))
+@given(cases(7, 3))
 @settings(max_examples=100, deadline=None)
-def test_only_labels_that_no_choice_within_the_budgets_takes_are_ruled_out(seed, nodes, labels):
+def test_only_labels_that_no_choice_within_the_budgets_takes_are_ruled_out(case):
+    seed, nodes, labels, _ = case
     instance = contract(random_problem(seed, nodes, labels, budgets=(True, True))).instance
     limits = Limits(instance.error_budget, instance.memory_budget)
     narrow = restrict(instance, limits)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from assignment_problems import random_problem
+from assignment_problems import cases, random_problem
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dsmp.passes.budgets import Limits
 from dsmp.passes.contraction import Instance, contract
 from dsmp.passes.exact import enumerate_choices
 from dsmp.passes.expansion import expand, fuse, minimise
 from dsmp.passes.linear_bound import linear_bound
-
-seeds = st.integers(0, 2**32 - 1)
 
 
 def instance_of(seed: int, nodes: int, labels: int, free_casts: bool) -> Instance:
@@ -25,9 +22,10 @@ def some(instance: Instance, seed: int) -> np.ndarray:
     return np.where(instance.allowed, np.random.default_rng(seed).random(instance.allowed.shape), -1.0).argmax(axis=1)
 
 
-@given(seeds, st.integers(1, 8), st.integers(1, 4), st.booleans())
+@given(cases(8, 4))
 @settings(max_examples=100, deadline=None)
-def test_moves_never_make_it_worse(seed, nodes, labels, free_casts):
+def test_moves_never_make_it_worse(case):
+    seed, nodes, labels, free_casts = case
     instance = instance_of(seed, nodes, labels, free_casts)
     start, other = some(instance, seed), some(instance, seed + 1)
     moved, merged = expand(instance, start), fuse(instance, start, other)
@@ -40,11 +38,12 @@ def test_moves_never_make_it_worse(seed, nodes, labels, free_casts):
     )
 
 
-@given(seeds, st.integers(1, 7))
+@given(cases(7, 3))
 @settings(max_examples=60, deadline=None)
-def test_casts_between_formats_leave_no_better_label_for_many_nodes_at_once(seed, nodes):
+def test_casts_between_formats_leave_no_better_label_for_many_nodes_at_once(case):
+    seed, nodes, labels, _ = case
     """With such casts every move is an exact cut: no set of nodes gains by taking one label together."""
-    instance = instance_of(seed, nodes, 3, free_casts=False)
+    instance = instance_of(seed, nodes, labels, free_casts=False)
     moved = expand(instance, some(instance, seed))
     time = instance.totals(moved)[0]
     for label in range(instance.allowed.shape[1]):

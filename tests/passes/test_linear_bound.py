@@ -6,17 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from assignment_problems import random_problem
+from assignment_problems import cases, random_problem
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from dsmp.passes.budgets import Limits
 from dsmp.passes.contraction import Instance, Layers, contract
 from dsmp.passes.exact import enumerate_choices
 from dsmp.passes.linear_bound import dual_value, linear_bound, relaxation
-
-seeds = st.integers(0, 2**32 - 1)
 
 
 def instance_of(seed: int, nodes: int, labels: int, free_casts: bool) -> Instance:
@@ -27,9 +24,10 @@ def optimum(instance: Instance) -> float:
     return instance.totals(next(enumerate_choices(instance, Limits(np.inf, np.inf))))[0]
 
 
-@given(seeds, st.integers(1, 7), st.integers(1, 3), st.booleans())
+@given(cases(7, 3))
 @settings(max_examples=150, deadline=None)
-def test_any_flow_bounds(seed, nodes, labels, free_casts):
+def test_any_flow_bounds(case):
+    seed, nodes, labels, free_casts = case
     instance = instance_of(seed, nodes, labels, free_casts)
     flow = np.random.default_rng(seed).normal(0, 5, len(instance.layers.layer))
     value = dual_value(instance, flow)
@@ -67,9 +65,10 @@ def test_a_flow_below_zero_or_above_the_weight_does_not_count():
     assert dual_value(needed, np.array([5.0])) == pytest.approx(1.0)
 
 
-@given(seeds, st.integers(1, 40), st.integers(1, 4), st.booleans())
+@given(cases(40, 4))
 @settings(max_examples=40, deadline=None)
-def test_the_bound_is_the_relaxation_of_the_simplified_instance_or_better(seed, nodes, labels, free_casts):
+def test_the_bound_is_the_relaxation_of_the_simplified_instance_or_better(case):
+    seed, nodes, labels, free_casts = case
     instance = instance_of(seed, nodes, labels, free_casts)
     program = relaxation(instance)
     constraints = {"A_ub": program.cover, "b_ub": np.zeros(program.cover.shape[0])} if program.cover.shape[0] else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from assignment_problems import random_problem
+from assignment_problems import cases, random_problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,10 +30,11 @@ def dual(choices: list[np.ndarray], instance: Instance, limits: Limits, prices: 
     return value - sum(p * b for p, b in ((prices.error, limits.error), (prices.memory, limits.memory)) if p)
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(1, 8), st.tuples(st.booleans(), st.booleans()))
+@given(cases(8, 2), st.booleans(), st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_the_prices_maximise_the_dual(seed, nodes, budgets):
-    instance = contract(random_problem(seed, nodes, 2, budgets=budgets, free_casts=False)).instance
+def test_the_prices_maximise_the_dual(case, by_error, by_memory):
+    seed, nodes, _, _ = case
+    instance = contract(random_problem(seed, nodes, 2, budgets=(by_error, by_memory), free_casts=False)).instance
     limits = Limits(instance.error_budget, instance.memory_budget)
     found = searched(instance, limits)
     if found is None:
@@ -57,9 +58,10 @@ def test_the_prices_maximise_the_dual(seed, nodes, budgets):
         assert price == 0.0 or np.isfinite(budget)
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(1, 7), st.integers(1, 3), st.booleans())
+@given(cases(7, 3))
 @settings(max_examples=80, deadline=None)
-def test_bounds_hold_for_every_budget(seed, nodes, labels, free_casts):
+def test_bounds_hold_for_every_budget(case):
+    seed, nodes, labels, free_casts = case
     instance = contract(random_problem(seed, nodes, labels, budgets=(True, True), free_casts=free_casts)).instance
     found = searched(instance, Limits(instance.error_budget, instance.memory_budget))
     if found is None:

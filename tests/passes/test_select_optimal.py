@@ -7,7 +7,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from assignment_problems import best, problems, random_problem
+from assignment_problems import best, cases, problems, random_problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
@@ -18,6 +18,7 @@ from dsmp.errors import BudgetError
 from dsmp.passes import exact
 from dsmp.passes.assignment import Assignment, AssignmentProblem, SharedCast, totals_of
 from dsmp.passes.contraction import TieError
+from dsmp.passes.prices import Prices, PriceSearch
 from dsmp.passes.select_optimal import front, select_optimal
 
 HALF = np.array([4.0, 1.0])
@@ -169,11 +170,53 @@ def test_the_same_problem_gives_the_same_choice_in_any_order_of_casts(problem, r
     assert answer == solved(problem) == solved(replace(problem, casts=tuple(casts)))
 
 
+NO_BRANCHING = mock.patch("dsmp.passes.select_optimal.BINARIES", -1)
+
+
+@NO_BRANCHING
+@pytest.mark.parametrize("seed", range(6))
+def test_more_budget_is_never_slower_where_gaps_stay_open(seed):
+    problem = random_problem(seed, 40, 3)
+    low, high = (float(sum(pick(e) for e in problem.error)) for pick in (np.min, np.max))
+    times = [answer.totals.time for answer in front(problem, np.linspace(low, high, 60).tolist())]
+    assert times == sorted(times, reverse=True)
+
+
+@NO_BRANCHING
+def test_blocks_that_tie_are_taken_one_by_one():
+    """All blocks change at one price, and no node of a block alone: the budget must still be used up."""
+    blocks, size = 50, 4
+    casts = tuple(
+        SharedCast(source=v, cost=cost, readers=((v + 1, frozenset([form])),))
+        for v in range(blocks * size)
+        if v % size < size - 1
+        for form, cost in ((0, (0.0, 7.0)), (1, (7.0, 0.0)))
+    )
+    problem = replace(chain([0.0] * (blocks * size - 1), error_budget=23 * size + 0.4), casts=casts)
+    answer = select_optimal(problem)
+    holds(problem, answer)
+    assert answer.totals.error == 23 * size
+    assert sum(answer.choice[::size]) == 23
+    assert answer.gap <= 5e-3
+
+
 @pytest.mark.parametrize("free_casts", [False, True])
+@pytest.mark.parametrize("helped", [False, True])
 @pytest.mark.parametrize("seed", range(5))
-def test_never_slower_than_single_labels_and_greedy_picking(seed, free_casts):
+def test_never_slower_than_single_labels_and_greedy_picking(seed, helped, free_casts):
     problem = random_problem(seed, 80, 3, free_casts=free_casts)
-    time = select_optimal(problem).totals.time
+    # no two rates alike, so that there is one order
+    rng = np.random.default_rng(seed)
+    time, error = (tuple(row + rng.random(len(row)) / 9 for row in rows) for rows in (problem.time, problem.error))
+    problem = replace(problem, time=time, error=error, error_budget=problem.error_budget + 9)
+    if helped:
+        time = select_optimal(problem).totals.time
+    else:
+        # they are candidates of their own, whatever else is found
+        found = mock.patch("dsmp.passes.select_optimal.merge", lambda instance, choice, *_: choice)
+        better = mock.patch("dsmp.passes.select_optimal.improve", lambda instance, choice, *_: choice)
+        with NO_BRANCHING, found, better, mock.patch.object(PriceSearch, "run", lambda *_: Prices(0.0, 0.0)):
+            time = select_optimal(problem).totals.time
     for name in {n for names in problem.labels for n in names}:
         if all(name in names for names in problem.labels):
             uniform = totals_of(problem, [names.index(name) for names in problem.labels])
@@ -193,9 +236,10 @@ def test_never_slower_than_single_labels_and_greedy_picking(seed, free_casts):
     assert time <= totals_of(problem, choice).time
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(1, 11))
+@given(cases(11, 2))
 @settings(max_examples=40, deadline=None)
-def test_a_budget_that_is_met_exactly_is_met(seed, nodes):
+def test_a_budget_that_is_met_exactly_is_met(case):
+    seed, nodes, _, _ = case
     rng = np.random.default_rng(seed)
     problem = random_problem(seed, nodes, 2, budgets=(False, False))
     # a budget that is a sum of numbers which are no exact binary fractions
