@@ -240,7 +240,7 @@ class Comparison:
         drift = self.held_out.drift(ours.choice)
 
         def over(choice: Choice | None) -> float | str:
-            return "-" if choice is None else self.held_out.drift(choice) / drift
+            return "-" if choice is None else _over(self.held_out.drift(choice), drift)
 
         single = gemm_label(*self.study.ranking)
         best = self._best_single_format(limit)
@@ -306,10 +306,15 @@ class Comparison:
                     "task": self.study.task.name, "casts": self.cast_share, "point": name,
                     "saving %": 100 * (self.start_time - choice.time_us) / (self.start_time - self.least_time),
                     "drift": drift,
-                    "over ours": drift / self.held_out.drift(least) if least else "-",
+                    "over ours": _over(drift, self.held_out.drift(least) if least else 0.0),
                 }
             )  # fmt: skip
         return rows
+
+
+def _over(drift: float, ours: float) -> float | str:
+    """A drift over ours; "-" where ours is exact, as the start may be."""
+    return drift / ours if ours > 0 else "-"
 
 
 EQUAL_COST = (

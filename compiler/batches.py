@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import CalibrationError, LossError
 
@@ -40,7 +40,8 @@ def split_inputs(inputs: Any, kwargs: Mapping[str, Any] | None = None) -> tuple[
 def read_batches(batches: Any, *, with_target: bool) -> Iterator[Batch]:
     """The checked batches of an iterable, one at a time.
 
-    Raises CalibrationError for what is no iterable of batches, for an empty one, and for a batch with NaN or inf.
+    Raises CalibrationError for what is no iterable of batches, for an empty one, and for a batch without samples or
+    with NaN or inf.
     """
     if isinstance(batches, (Tensor, str, bytes, Mapping)) or not isinstance(batches, Iterable):
         raise CalibrationError(
@@ -69,14 +70,25 @@ def _read(batch: Any, number: int, with_target: bool) -> Batch:
         batch, target = batch
     args, kwargs = split_inputs(batch)
     for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == 0:
+            raise CalibrationError(
+                f"calibration batch {number} holds no samples: a tensor in it has the shape {list(leaf.shape)}. Leave "
+                "the batch out."
+            )
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.device.type != "meta":
-            bad = int((~torch.isfinite(leaf)).sum())
+            bad = int((leaf.isnan() | leaf.isposinf()).sum())  # -inf is how attention masks rule positions out
             if bad:
                 raise CalibrationError(
                     f"calibration batch {number}: {bad} of {leaf.numel()} values are NaN or inf. Leave such samples "
                     "out: nothing can be measured with them."
                 )
+    with torch.inference_mode(False):  # what was made in inference mode cannot take part in a training step
+        args, kwargs, target = tree_map(_recorded, (args, kwargs, target))
     return Batch(args=args, kwargs=kwargs, target=target)
+
+
+def _recorded(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
 def _shape(batch: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import re
 from typing import Any
 
@@ -12,7 +13,7 @@ DEFAULT_BUDGET = 0.005
 """Half a per cent: what a calibrated plan may cost where nothing is said."""
 
 _UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_AMOUNT = re.compile(r"\s*(?P<number>[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*(?P<unit>%|[A-Za-z]*)\s*")
+_AMOUNT = re.compile(r"\s*(?P<number>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(?P<unit>%|[A-Za-z]*)\s*")
 
 
 def parse_budget(value: Any) -> float:
@@ -52,8 +53,11 @@ def parse_memory(value: Any, traced_bytes: int | None) -> int | None:
 
 
 def _number(value: Any, units: tuple[str, ...]) -> tuple[float, str] | None:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value), ""
+    if type(value) is not bool and isinstance(value, numbers.Real):
+        try:
+            return float(value), ""
+        except OverflowError:  # an integer of hundreds of digits
+            return None
     found = _AMOUNT.fullmatch(value) if isinstance(value, str) else None
     if found is None or found["unit"].upper() not in units:
         return None

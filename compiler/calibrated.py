@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..errors import CalibrationError, InvalidOptionError
@@ -25,7 +24,7 @@ from .objective import Objective
 from .pipeline import make_plan
 from .recording import RecordedCall, record_calls
 from .repair import measured_solution, repair
-from .scoring import Measurement, device_labels, mean_loss, measure, scores_fingerprint
+from .scoring import Measurement, device_labels, gemm_keys, mean_loss, measure, scores_fingerprint
 from .trial import Trial
 
 Tell = Callable[[str, int, int], None]
@@ -94,11 +93,19 @@ class Calibration:
         *,
         training: bool,
         source: str,
+        captured: Capture | None = None,
         whole: bool = False,
         tell: Tell = _silent,
     ) -> Measurement:
         """Record a model on the batches (read) and score its nodes for what the devices offer; `whole`: measure all of
-        it, whatever the budget. Raises CalibrationError and LossError."""
+        it, whatever the budget. `captured` is the model's own graph, with which the scores are signed. Raises
+        CalibrationError, LossError, and InvalidOptionError for a drift that a training step does not have."""
+        if training and self.drift is not None:
+            raise InvalidOptionError(
+                "drift", self.drift,
+                "without a training step, which is judged by its gradients (training=False, on the command line "
+                "--infer)",
+            )  # fmt: skip
         if isinstance(model, nn.Module) and any(t.is_meta for t in (*model.parameters(), *model.buffers())):
             raise CalibrationError(
                 f"{source} lies on the meta device, without values to measure. Build it with weights (random ones will "
@@ -106,11 +113,10 @@ class Calibration:
             )
         loss = None
         if self.loss is not None and not training:
-            with torch.random.fork_rng(devices=[]):
-                loss = max(0.0, mean_loss(model, self.batches, self.loss))
+            loss = mean_loss(model, self.batches, self.loss)
         objective = Objective(self.loss) if training else None
         calls = list(record_calls(model, self.batches, objective))
-        return self.score(calls, devices, source=source, loss=loss, whole=whole, tell=tell)
+        return self.score(calls, devices, source=source, captured=captured, loss=loss, whole=whole, tell=tell)
 
     def score(
         self,
@@ -118,13 +124,15 @@ class Calibration:
         devices: Sequence[Device],
         *,
         source: str,
+        captured: Capture | None = None,
         loss: float | None = None,
         whole: bool = False,
         tell: Tell = _silent,
     ) -> Measurement:
         """Score recorded calls for what the devices offer. Raises CalibrationError."""
         return measure(
-            calls, source=source, drift=self.drift, loss=loss, budget=None if whole else self.amount,
+            calls, source=source, model=captured.graphs[0] if captured else None,
+            drift=self.drift, loss=loss, budget=None if whole else self.amount,
             labels=frozenset[str]().union(*map(device_labels, devices)), draws=self.draws,
             progress=lambda done, total: tell("scoring", done, total),
         )  # fmt: skip
@@ -154,7 +162,9 @@ def calibrate(
     Raises CalibrationError, LossError, BudgetError, RuleError, PlanHardwareError.
     """
     check_measurable(captured, training)
-    measurement = settings.measure(model, [device], training=training, source=captured.source, tell=tell)
+    measurement = settings.measure(
+        model, [device], training=training, source=captured.source, captured=captured, tell=tell
+    )
     return plan_from_measurement(captured, device, measurement, settings, rules=rules, tell=tell)
 
 
@@ -169,9 +179,15 @@ def plan_from_measurement(
 ) -> Calibrated:
     """Solve for a captured model from what was measured on it, try the plan out and repair it.
 
-    Raises ScoresError for a measurement of another model, BudgetError, RuleError, PlanHardwareError.
+    Raises CalibrationError where nothing of the model was measured, BudgetError, RuleError, PlanHardwareError.
     """
     base = make_plan(captured, device)
+    gemms = gemm_keys(captured.graphs[0])
+    if gemms and not gemms & set(measurement.scores.nodes):
+        raise CalibrationError(
+            f"the calibration reaches none of the {len(gemms)} products of {captured.source}. Check that the batches "
+            "and the loss belong to this model."
+        )
     program = _program(captured, device, measurement.scores, settings, rules)
     limit, saved = _limits(program, base, settings)
     trial = Trial(measurement.calls, measurement.metric, base.nodes, storage=device.storage)
@@ -188,6 +204,8 @@ def plan_from_scores(
 
     Raises ScoresError for scores of another model, BudgetError, RuleError, PlanHardwareError.
     """
+    check_measurable(captured, training=False)
+    scores.check(scores_fingerprint(captured.graphs[0]))
     base = make_plan(captured, device)
     program = _program(captured, device, scores, settings, rules)
     limit, saved = _limits(program, base, settings)
@@ -214,7 +232,6 @@ def _program(
     captured: Capture, device: Device, scores: Scores, settings: Calibration, rules: Sequence[Rule]
 ) -> Program:
     check_measurable(captured, training=False)
-    scores.check(scores_fingerprint(captured.graphs[0]))
     graphs = [(g.gm, g.parameters) for g in captured]
     program = formulate(graphs, device, scores, cost=settings.cost, tied=settings.tied)
     return force(program, given_keys(rules, program)) if rules else program

@@ -75,7 +75,13 @@ def calibrated_plans(
         with stages.stage("calibration", f"measuring on {len(settings.batches)} batches") as tell:
             whole = arguments.save_scores is not None
             measurement = settings.measure(
-                loaded.module, devices, training=training, source=captured.source, whole=whole, tell=tell
+                loaded.module,
+                devices,
+                training=training,
+                source=captured.source,
+                captured=captured,
+                whole=whole,
+                tell=tell,
             )
     if arguments.save_scores is not None:
         measurement.scores.save(arguments.save_scores)

@@ -20,7 +20,7 @@ from ..passes.graph import concrete, output_node, placeholders
 from ..passes.keys import ModuleNames
 from .batches import Batch
 from .capture import CapturedGraph, key_graph
-from .objective import Manner, Objective
+from .objective import LOSS, Manner, Objective
 from .recording import RecordedCall
 from .tracing import PARTITION_ARGUMENTS, parameter_indices, parameter_nodes, trace
 
@@ -48,16 +48,16 @@ def record_frame(
                 torch.zeros(n.meta["val"].shape) if v is None else v
                 for n, v in zip(placeholders(graph), values, strict=True)
             ]
-            count = graph.meta[PARTITION_ARGUMENTS]["num_fwd_outputs"]
+            own = _own_outputs(graph)
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                found = run(graph, empty, order=0)[:count]
+                found = run(graph, empty, order=0)
             objective = Objective()
-            labels = objective.labels(found, Batch(args=(), kwargs={}))
-            if isinstance(labels[1], Tensor):
-                inputs.append(labels[1])
-            graph, values = _traced(_judged(gm, objective, labels[0], len(inputs)), inputs)
-            values = [torch.ones(()) if v is None else v for v in values]
-            measured, outputs = _keyed(graph, inputs, names), 1
+            labels = objective.labels([found[i] for i in own.values()], Batch(args=(), kwargs={}))
+            drawn = labels[1] or []
+            inputs += drawn
+            graph, values = _traced(_judged(gm, objective, labels[0], len(drawn), list(own)), inputs)
+            values = [_tangent(n) if v is None else v for n, v in zip(placeholders(graph), values, strict=True)]
+            measured, outputs = _keyed(graph, inputs, names), graph.meta[PARTITION_ARGUMENTS]["num_fwd_outputs"]
     varying = frozenset(i for i, x in enumerate(values) if isinstance(x, Tensor) and not isinstance(x, nn.Parameter))
     return frame, RecordedCall(graph=measured, inputs=tuple(values), varying=varying, forward_outputs=outputs)
 
@@ -86,21 +86,35 @@ def _with_numbers(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     return gm
 
 
-def _judged(gm: fx.GraphModule, objective: Objective, how: Manner, inputs: int) -> fx.GraphModule:
-    """The Dynamo graph with the objective of its outputs in their place; its labels are one more input."""
+def _own_outputs(graph: fx.GraphModule) -> dict[int, int]:
+    """Where a joint graph computes the Dynamo graph's outputs, by their positions there: it returns the new values of
+    inputs that are written to as well, and what outputs are views of."""
+    count = graph.meta[PARTITION_ARGUMENTS]["num_fwd_outputs"]
+    descriptors = output_node(graph).meta.get("desc") or [None] * count
+    return {
+        getattr(descriptor, "idx", position): position
+        for position, descriptor in enumerate(descriptors[:count])
+        if descriptor is None or type(descriptor).__name__ == "PlainAOTOutput"
+    }
+
+
+def _judged(
+    gm: fx.GraphModule, objective: Objective, how: Manner, drawn: int, judged_outputs: Sequence[int]
+) -> fx.GraphModule:
+    """The Dynamo graph with the objective of some of its outputs in their place; drawn labels are further inputs."""
     judged = _untraced(gm)
     output = output_node(judged)
-    known = placeholders(judged)
-    labels = None
-    if inputs > len(known):
-        with judged.graph.inserting_after(known[-1]):
-            labels = judged.graph.placeholder("dsmp_labels")
+    labels: list[fx.Node] = []
+    for number in range(drawn):
+        with judged.graph.inserting_after(placeholders(judged)[-1]):
+            labels.append(judged.graph.placeholder(f"dsmp_labels_{number}"))
 
     def judge(outputs: Sequence[Any], labels: Any) -> Tensor:
-        return objective.value(list(outputs), (how, labels))
+        return objective.value([outputs[i] for i in judged_outputs], (how, labels))
 
     with judged.graph.inserting_before(output):
         value = judged.graph.call_function(judge, (output.args[0], labels))
+    value.meta["nn_module_stack"] = {LOSS: (LOSS, torch.nn.Module)}
     output.args = ((value,),)
     judged.recompile()
     return judged
@@ -114,6 +128,13 @@ def _untraced(gm: fx.GraphModule) -> fx.GraphModule:
     for node in copy.graph.nodes:
         node.meta = {k: v for k, v in node.meta.items() if k not in ("example_value", "val")}
     return copy
+
+
+def _tangent(node: fx.Node) -> Tensor:
+    """The gradient that a step is started with: 1 of what is judged, 0 of the new values of inputs."""
+    value = node.meta["val"]
+    written = type(getattr(node.meta.get("desc"), "output", None)).__name__ == "InputMutationAOTOutput"
+    return torch.zeros(value.shape, dtype=value.dtype) if written else torch.ones((), dtype=value.dtype)
 
 
 def _value(node: fx.Node, position: int, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:

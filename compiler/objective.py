@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,9 +13,12 @@ from torch import Tensor
 from ..errors import CalibrationError
 from .batches import Batch, Loss, loss_value
 
-Manner = Literal["own", "loss", "classes", "probe"]
+LOSS = "(loss)"
+"""The module path of what a step computes outside of its model."""
+Manner = Literal["own", "loss", "drawn"]
 Labels = tuple[Manner, Any]
-"""How a step is judged, and with what: nothing, the target of the user's loss, class labels, a random projection."""
+"""How a step is judged, and with what: nothing, the target of the user's loss, or one tensor for each output: class
+labels (integers) or a random projection (floats)."""
 
 
 class Objective:
@@ -21,7 +26,8 @@ class Objective:
 
     With a `loss`, loss(output, target). Without one the loss that the model returns (an output named `loss`, or a
     single number); else the cross-entropy against labels drawn from the output itself, whose gradients are those of a
-    real step on labels as the model expects them; for outputs without classes a random projection.
+    real step on labels as the model expects them; for outputs without classes a random projection. Of several outputs
+    each is judged, so that every head is trained; what is nested deeper (caches, lists of hidden states) is not.
     """
 
     def __init__(self, loss: Loss | None = None, seed: int = 0) -> None:
@@ -39,19 +45,24 @@ class Objective:
             return "loss", batch.target
         if _own_loss(output) is not None:
             return "own", None
-        tensors = _float_tensors(output)
-        if not tensors:
+        outputs = _judged(output)
+        if not outputs:
             raise CalibrationError(
                 "the model returns no floating-point tensor, so there is no training step to measure. Give a loss, or "
                 "plan inference (training=False, on the command line --infer)."
             )
-        y = tensors[0].detach()
+        return "drawn", [self._drawn(y.detach()) for y in outputs]
+
+    def _drawn(self, y: Tensor) -> Tensor:
         if y.dim() >= 2 and y.shape[-1] >= 2:
-            drawn = torch.multinomial(
-                y.reshape(-1, y.shape[-1]).float().softmax(-1).cpu(), 1, generator=self._generator
-            )
-            return "classes", drawn.reshape(-1).to(y.device)
-        return "probe", torch.randn(y.shape, generator=self._generator).to(y.device)
+            p = y.reshape(-1, y.shape[-1]).float().softmax(-1).cpu()
+            if not bool(torch.isfinite(p).all()):
+                raise CalibrationError(
+                    "the model's outputs are not finite in the precision it was written in. Leave the batch out, or "
+                    "repair the model first."
+                )
+            return torch.multinomial(p, 1, generator=self._generator).reshape(-1).to(y.device)
+        return torch.randn(y.shape, generator=self._generator).to(y.device)
 
     def value(self, output: Any, labels: Labels) -> Tensor:
         """The number to differentiate; traced as part of the step."""
@@ -63,29 +74,46 @@ class Objective:
             own = _own_loss(output)
             assert own is not None
             return own.reshape(())
-        y = _float_tensors(output)[0]
-        if how == "classes":
-            return torch.nn.functional.cross_entropy(y.reshape(-1, y.shape[-1]).float(), what)
-        projected: Tensor = y.float() * what
-        return projected.mean()
+        terms = [_judge(y, drawn) for y, drawn in zip(_judged(output), what, strict=True)]
+        return functools.reduce(torch.add, terms)
 
 
-def traced_step(model: Callable[..., Any], objective: Objective) -> Callable[..., Tensor]:
+def traced_step(model: Callable[..., Any], judge: Callable[[Any, Labels], Tensor]) -> Callable[..., Tensor]:
     """A function that runs a model and judges its output: what is captured to measure a training step."""
 
     def step(args: tuple[Any, ...], kwargs: dict[str, Any], labels: Labels) -> Tensor:
-        return objective.value(model(*args, **kwargs), labels)
+        return judge(model(*args, **kwargs), labels)
 
     return step
+
+
+def _judge(y: Tensor, drawn: Tensor) -> Tensor:
+    if not drawn.is_floating_point():
+        return torch.nn.functional.cross_entropy(y.reshape(-1, y.shape[-1]).float(), drawn)
+    projected: Tensor = y.float() * drawn
+    return projected.mean()
 
 
 def _own_loss(output: Any) -> Tensor | None:
     own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(own, Tensor):
         return own
-    return next((t for t in _float_tensors(output) if t.numel() == 1), None)
+    return next((t for t in _floats(_items(output)) if t.numel() == 1), None)
 
 
-def _float_tensors(output: Any) -> list[Tensor]:
-    leaves = torch.utils._pytree.tree_leaves(output)
-    return [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
+def _judged(output: Any) -> list[Tensor]:
+    """The floating-point tensors at the top of an output, or all of those inside it where the top has none."""
+    items = _items(output)
+    return _floats(items) or _floats(torch.utils._pytree.tree_leaves(items))
+
+
+def _items(output: Any) -> list[Any]:
+    if isinstance(output, dict):
+        return list(output.values())
+    if dataclasses.is_dataclass(output):
+        return [getattr(output, f.name) for f in dataclasses.fields(output)]
+    return list(output) if isinstance(output, (list, tuple)) else [output]
+
+
+def _floats(values: Sequence[Any]) -> list[Tensor]:
+    return [t for t in values if isinstance(t, Tensor) and t.is_floating_point()]

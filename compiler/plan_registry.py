@@ -78,8 +78,13 @@ def _plain(compiled: Any) -> Any:
     if isinstance(compiled, OptimizedModule):
         return compiled._orig_mod
     original = getattr(compiled, "_torchdynamo_orig_callable", compiled)
-    owner = getattr(original, "__self__", None)
-    return owner if isinstance(owner, nn.Module) else original
+    # torch puts a wrapper around its own modules and around `Module.compile`, whose code it would otherwise skip.
+    wrapped = getattr(original, "__wrapped__", None)
+    for candidate in (original, wrapped):
+        owner = getattr(candidate, "__self__", candidate)
+        if isinstance(owner, nn.Module):
+            return owner
+    return original
 
 
 def _being_compiled() -> Any:

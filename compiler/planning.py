@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.export import ExportedProgram
 
@@ -16,7 +17,7 @@ from ..passes.plan import PrecisionPlan, Rule, parse_rules
 from ..passes.program import Cost, DriftKind
 from ..passes.scores import Scores, load_scores
 from .batches import Loss, split_inputs
-from .calibrated import Calibration, calibrate, plan_from_scores
+from .calibrated import Calibration, calibrate, check_measurable, plan_from_scores
 from .capture import capture
 from .pipeline import make_plan
 
@@ -85,11 +86,13 @@ def plan(
         settings = settings.read()
         if not args and not named:
             args, named = settings.batches[0].args, settings.batches[0].kwargs
-    captured = capture(model, args, named, training=training, source=source)
-    if calibration is not None:
-        if isinstance(model, ExportedProgram):
-            raise InvalidOptionError("calibration", "an exported program", "a module: calibrate before exporting it")
-        return calibrate(model, captured, device, settings, training=training, rules=checked).plan
+    if calibration is not None and isinstance(model, ExportedProgram):
+        raise InvalidOptionError("calibration", "an exported program", "a module: calibrate before exporting it")
+    with torch.inference_mode(False):
+        captured = capture(model, args, named, training=training, source=source)
+        if calibration is not None:
+            assert not isinstance(model, ExportedProgram)
+            return calibrate(model, captured, device, settings, training=training, rules=checked).plan
     if scores is not None:
         known = scores if isinstance(scores, Scores) else load_scores(scores)
         return plan_from_scores(captured, device, known, settings, rules=checked)
@@ -116,5 +119,12 @@ def measure_scores(
     device = resolve_hardware(hardware, hardware_file)
     settings = Calibration(batches=calibration, loss=loss, drift=drift, draws=draws)
     settings.check(scored=False)
-    name = source or type(model).__name__
-    return settings.read().measure(model, [device], training=training, source=name, whole=True).scores
+    settings = settings.read()
+    first = settings.batches[0]
+    with torch.inference_mode(False):
+        captured = capture(model, first.args, first.kwargs, training=training, source=source)
+        check_measurable(captured, training)
+        measurement = settings.measure(
+            model, [device], training=training, source=captured.source, captured=captured, whole=True
+        )
+    return measurement.scores

@@ -20,12 +20,12 @@ from torch._inductor.decomposition import select_decomp_table
 
 from ..errors import CalibrationError, CaptureError, DsmpError
 from ..passes.graph import placeholders
-from ..passes.keys import ModuleNames
+from ..passes.keys import ModuleNames, plain_path
 from .batches import Batch
 from .capture import CapturedGraph, failure_text, key_graph
 from .capture_state import ModelState, uncompiled
 from .identity import frame_names, module_names
-from .objective import Objective, traced_step
+from .objective import LOSS, Objective, traced_step
 from .saved_activations import copy_graph
 from .tracing import PARTITION_ARGUMENTS, explicit_precision, parameter_indices, parameter_nodes
 
@@ -63,8 +63,12 @@ def record_calls(
     CalibrationError when a batch does not fit the model, LossError when the objective's loss fails.
     """
     tensors = (*model.parameters(), *model.buffers()) if isinstance(model, nn.Module) else ()
-    recorder = _Recorder(module_names(model) if isinstance(model, nn.Module) else {}, {id(t) for t in tensors})
+    names = module_names(model) if isinstance(model, nn.Module) else {}
+    if objective is not None and isinstance(objective.loss, nn.Module):
+        names |= {ident: f"{LOSS}.{path}" for ident, path in module_names(objective.loss).items()}
+    recorder = _Recorder(names, {id(t) for t in tensors})
     torch._dynamo.reset()
+    whole = ModelState(model, ())  # torch.compile leaves a mark on the module
     try:
         with (
             torch._dynamo.config.patch(
@@ -73,17 +77,20 @@ def record_calls(
             torch.set_grad_enabled(objective is not None),
             uncompiled(model) as plain,
         ):
-            run: Callable[..., Any] = plain if objective is None else traced_step(plain, objective)
+            run: Callable[..., Any] = plain
+            if objective is not None:
+                run = traced_step(plain, recorder.named(objective.value, LOSS))
             compiled = torch.compile(run, backend=recorder.compile, dynamic=False)
             for number, batch in enumerate(batches, start=1):
                 before = ModelState(model, (batch.args, batch.kwargs))
                 try:
-                    with _explained(number):
+                    with explained(number):
                         yield _record(plain, compiled, recorder, batch, objective)
                 finally:
                     before.restore()
     finally:
         torch._dynamo.reset()
+        whole.restore()
 
 
 def _record(
@@ -96,15 +103,14 @@ def _record(
             compiled(*batch.args, **batch.kwargs)
         else:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                labels = objective.labels(plain(*batch.args, **batch.kwargs), batch)
+                labels = objective.labels(recorder.look(plain)(*batch.args, **batch.kwargs), batch)
             value = compiled(batch.args, batch.kwargs, labels)
             if not value.requires_grad:
-                raise CalibrationError(
-                    "the loss does not depend on any parameter that requires a gradient: there is no training step to "
-                    "measure. Plan inference (training=False, on the command line --infer)."
-                )
+                raise CalibrationError(_NOTHING_TO_TRAIN)
             value.backward()
     except _Recorded as recorded:
+        if objective is not None and not recorded.call.graph.joint:
+            raise CalibrationError(_NOTHING_TO_TRAIN) from None
         if recorder.graphs <= 1:
             return recorded.call
         raise CalibrationError(
@@ -114,8 +120,14 @@ def _record(
     raise CalibrationError("the model ran without a graph to measure: it computes nothing with tensors.")
 
 
+_NOTHING_TO_TRAIN = (
+    "the loss does not depend on any parameter that requires a gradient: there is no training step to measure. Plan "
+    "inference (training=False, on the command line --infer)."
+)
+
+
 @contextlib.contextmanager
-def _explained(number: int) -> Iterator[None]:
+def explained(number: int) -> Iterator[None]:
     """What goes wrong with a batch, told as such."""
     try:
         yield
@@ -131,13 +143,42 @@ def _explained(number: int) -> Iterator[None]:
         ) from error
 
 
+class _Function(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
 class _Recorder:
     """The backend: one keyed graph for each set of shapes."""
 
     def __init__(self, names: Mapping[str, str], state: set[int]) -> None:
-        self.names = names
+        self.names = dict(names)
         self.state = state
         self.graphs = 0
+
+    def named(self, function: Callable[..., Any], path: str) -> nn.Module:
+        """A function as a module of the given path, so that what it computes is told from what its caller does."""
+        module = _Function(function)
+        self.names[str(id(module))] = path
+        return module
+
+    def look(self, model: Callable[..., Any]) -> Callable[..., Any]:
+        """A model to be called before its step is recorded: of a function, that call tells the names of its modules,
+        since inside the step the way to them is longer."""
+        if isinstance(model, nn.Module):
+            return model
+
+        def note(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+            for node in gm.graph.nodes:
+                for ident, (path, _) in node.meta.get("nn_module_stack", {}).items():
+                    self.names.setdefault(str(ident).split("@")[0], plain_path(path))
+            return gm.forward
+
+        return torch.compile(model, backend=note, dynamic=False)
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         self.graphs += 1

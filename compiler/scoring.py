@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CalibrationError, NotDifferentiableError
+from ..errors import CalibrationError, LossError, NotDifferentiableError
 from ..hardware_db.capability import Device
 from ..hardware_db.formats import get_format
 from ..hardware_db.schema import OpClass
@@ -26,7 +26,9 @@ from ..passes.scores import NodeScores, Score, Scores
 from ..passes.sensitivity import SCORED_ARITHMETIC, Measure, Sensitivity, SensitivityScorer
 from .batches import Batch, Loss, loss_value
 from .capture import CapturedGraph
-from .recording import RecordedCall
+from .capture_state import ModelState, uncompiled
+from .objective import LOSS
+from .recording import RecordedCall, explained
 
 SHORT_CONTRACTION = 32
 """Products of fewer terms are always measured: their errors repeat instead of averaging out."""
@@ -48,14 +50,14 @@ class Measurement:
 
 
 def scores_fingerprint(graph: CapturedGraph) -> str:
-    """The identity of a model as far as scores go: its GEMMs, whatever the batch size. Products of values outside all
-    modules are left out, they may belong to a loss."""
-    found: list[tuple[str, str, list[list[int]]]] = []
-    for node in calls(graph.gm):
-        key = key_of(node)
-        if key is not None and gemm_op(node) is not None and (key.fqn or key.op != "matmul"):
-            found.append((str(key), "", []))
-    return fingerprint(found)
+    """The identity of a model as far as scores go: its GEMMs, whatever the batch size, without those of a loss."""
+    return fingerprint((key, "", []) for key in gemm_keys(graph))
+
+
+def gemm_keys(graph: CapturedGraph) -> set[str]:
+    """Keys of the GEMMs of a graph, without those of a loss."""
+    keys = [k for n in calls(graph.gm) if (k := key_of(n)) is not None and gemm_op(n) is not None]
+    return {str(k) for k in keys if k.fqn.partition(".")[0] != LOSS}
 
 
 def device_labels(device: Device) -> frozenset[str]:
@@ -69,6 +71,7 @@ def measure(
     recorded: Sequence[RecordedCall],
     *,
     source: str,
+    model: CapturedGraph | None = None,
     drift: DriftKind | None = None,
     loss: float | None = None,
     budget: float | None = None,
@@ -78,34 +81,46 @@ def measure(
 ) -> Measurement:
     """Score every node on recorded calls of one model.
 
+    `model` is the graph whose fingerprint the scores are signed with where calls of another were recorded: a training
+    step of it, which holds what the loss adds and lacks what the loss does not depend on.
     `drift` is how outputs are compared, None for what the outputs call for. `loss` is what the user's loss said, if
     there is one. `budget` (a share of 1) tells which formats are worth measuring, `labels` which the device has; what
     is not measured is estimated. `progress` is told (batches done, batches in all).
 
-    Raises CalibrationError when the model's outputs are not finite or nothing in it can be scored.
+    Raises CalibrationError when the model's outputs are not finite or nothing in it can be scored, LossError for a loss
+    of which no share can be a budget.
     """
     first = recorded[0]
     metric = find_metric(first.graph.gm, drift, first.forward_outputs)
+    if metric.kind not in ("kl", "bernoulli"):
+        loss = None
+    elif loss is not None and loss <= 0.0:
+        raise LossError(
+            f"the mean loss is {loss:g} on the calibration data; a budget is a share of it, so it has to be above 0. "
+            "Give a loss that is, leave it out, or choose drift='l2', which needs none."
+        )
     if not metric.outputs:
         raise CalibrationError(f"nothing in {source} can be scored: it returns no floating-point value.")
     scorer = SensitivityScorer(draws=draws)
-    entropies: list[float] = []
+    entropies: dict[int, list[float]] = {}
+    samples: dict[int, int] = {}
 
     def add(number: int) -> None:
         outputs = _scored(scorer, recorded[number - 1], metric, number)
         seen = metric.entropy(outputs)
-        entropies.extend([] if seen is None else seen.tolist())
+        entropies[number] = [] if seen is None else seen.tolist()
+        samples[number] = metric.samples(outputs)
         if progress is not None:
             progress(number, len(recorded))
 
     add(1)
-    base = loss if loss is not None else (statistics.fmean(entropies) if entropies else None)
+    base = loss if loss is not None else _mean(entropies)
     scorer.measure = _worth_measuring(scorer.results(metric), first, metric.kind, labels, budget, base)
     # What the first batch told is what to measure; with few batches it has to be measured as well.
     for number in range(2 if len(recorded) >= ENOUGH_BATCHES else 1, len(recorded) + 1):
         add(number)
-    if loss is None and entropies:
-        base = statistics.fmean(entropies)
+    if loss is None:
+        base = _mean(entropies)
     results = scorer.results(metric)
     if not any(s.drifts for s in results.values()):
         raise CalibrationError(
@@ -113,11 +128,16 @@ def measure(
         )
     scores = Scores(
         dsmp=version("dsmp"), torch=torch.__version__, source=source,
-        fingerprint=scores_fingerprint(first.graph),
-        drift=metric.kind, loss=base, samples=scorer.samples, draws=draws,
+        fingerprint=scores_fingerprint(model or first.graph),
+        drift=metric.kind, loss=base, samples=sum(samples.values()), draws=draws,
         nodes={key: _node_scores(s) for key, s in results.items()},
     )  # fmt: skip
     return Measurement(scores=scores, calls=tuple(recorded), metric=metric)
+
+
+def _mean(by_batch: Mapping[int, Sequence[float]]) -> float | None:
+    values = [v for found in by_batch.values() for v in found]
+    return statistics.fmean(values) if values else None
 
 
 def _worth_measuring(
@@ -155,7 +175,8 @@ def _scored(scorer: SensitivityScorer, call: RecordedCall, metric: Metric, numbe
                 raise
             raise NotDifferentiableError(f"{missing[1]}, an operator without a derivative", _REMEDY) from error
     for i in metric.outputs:
-        if not bool(torch.isfinite(outputs[i]).all()):
+        ruled_out = outputs[i] == -torch.inf if metric.kind == "kl" and metric.form == "logits" else False
+        if not bool((torch.isfinite(outputs[i]) | ruled_out).all()):
             what = "gradients" if metric.kind == "gradients" else "outputs"
             raise CalibrationError(
                 f"calibration batch {number}: the model's {what} are not finite in the precision it was written in. "
@@ -202,6 +223,14 @@ def _always_measured(call: RecordedCall) -> set[str]:
 
 
 def mean_loss(model: Callable[..., Any], batches: Iterable[Batch], loss: Loss) -> float:
-    """The user's loss on the calibration data. Raises LossError."""
-    with torch.no_grad():
-        return statistics.fmean(float(loss_value(loss, model(*b.args, **b.kwargs), b.target)) for b in batches)
+    """The user's loss on the calibration data; the model stays as it is. Raises LossError, CalibrationError."""
+    values = []
+    with torch.no_grad(), uncompiled(model) as plain:
+        for number, batch in enumerate(batches, start=1):
+            before = ModelState(model, (batch.args, batch.kwargs))
+            try:
+                with explained(number):
+                    values.append(float(loss_value(loss, plain(*batch.args, **batch.kwargs), batch.target)))
+            finally:
+                before.restore()
+    return statistics.fmean(values)

@@ -71,8 +71,8 @@ def feasible_choice(instance: Instance, limits: Limits) -> Ints:
     Otherwise the choice of the least error, of the least memory, or of the least memory within the error limit, in this
     order the first that is beyond a limit.
     """
-    by_error = least_choice(instance, instance.error, instance.memory)
-    by_memory = least_choice(instance, instance.memory, instance.error)
+    by_error = least_choice(instance, instance.error, instance.memory if np.isfinite(limits.memory) else instance.time)
+    by_memory = least_choice(instance, instance.memory, instance.error if np.isfinite(limits.error) else instance.time)
     _, error, _ = instance.totals(by_error)
     _, _, memory = instance.totals(by_memory)
     if error > limits.error or limits.hold(*instance.totals(by_error)[1:]):

@@ -115,9 +115,13 @@ class Instance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contraction:
-    """An instance and the way back: `group[v]` is node v's variable, `label[v, c]` node v's index of its label c."""
+    """An instance and the way back: `group[v]` is node v's variable, `label[v, c]` node v's index of its label c.
+
+    `whole` is the instance before `simplify`: all labels that tied nodes share, casts as they were given.
+    """
 
     instance: Instance
+    whole: Instance
     group: Ints
     label: Ints
 
@@ -159,7 +163,7 @@ def contract(problem: AssignmentProblem) -> Contraction:
         np.add.at(table, group, np.where(columns, _padded(values)[rows, label], 0.0))
         return table
 
-    instance = Instance(
+    whole = Instance(
         time=summed(problem.time),
         error=summed(problem.error),
         memory=summed(problem.memory),
@@ -170,7 +174,7 @@ def contract(problem: AssignmentProblem) -> Contraction:
         error_budget=float(problem.error_budget),
         memory_budget=float(problem.memory_budget),
     )
-    return Contraction(instance=simplify(instance), group=group, label=label)
+    return Contraction(instance=simplify(whole), whole=whole, group=group, label=label)
 
 
 def simplify(instance: Instance) -> Instance:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
+import os
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -73,13 +77,14 @@ def branch_and_bound(instance: Instance, limits: Limits, gap: float) -> tuple[In
             row = coo_array(cost[program.variable, program.label][None, :] / scale)
             constraints.append(LinearConstraint(hstack([row, coo_array((1, layers))]).tocsr(), -np.inf, limit / scale))
     scale = max(float(program.cost.max(initial=0.0)), np.finfo(float).tiny)
-    solved = milp(
-        program.cost / scale,
-        integrality=np.concatenate([np.ones(binaries), np.zeros(layers)]),
-        bounds=Bounds(0, np.concatenate([np.ones(binaries), np.full(layers, np.inf)])),
-        constraints=constraints,
-        options={"node_limit": NODE_LIMIT, "mip_rel_gap": gap},
-    )
+    with _nothing_printed():
+        solved = milp(
+            program.cost / scale,
+            integrality=np.concatenate([np.ones(binaries), np.zeros(layers)]),
+            bounds=Bounds(0, np.concatenate([np.ones(binaries), np.full(layers, np.inf)])),
+            constraints=constraints,
+            options={"node_limit": NODE_LIMIT, "mip_rel_gap": gap},
+        )
     bound = -np.inf
     if solved.mip_dual_bound is not None and np.isfinite(solved.mip_dual_bound):
         bound = solved.mip_dual_bound * scale
@@ -89,3 +94,25 @@ def branch_and_bound(instance: Instance, limits: Limits, gap: float) -> tuple[In
     share = np.full(instance.allowed.shape, -1.0)
     share[program.variable, program.label] = solved.x[:binaries]
     return np.asarray(share.argmax(axis=1)), bound
+
+
+@contextlib.contextmanager
+def _nothing_printed() -> Iterator[None]:
+    """HiGHS writes a line of its own to the process's standard output now and then, whatever its log options say; there
+    it would stand in the middle of a plan's JSON."""
+    try:
+        sys.stdout.flush()
+        kept = os.dup(1)
+    except (OSError, ValueError):  # there is no standard output
+        yield
+        return
+    library = ctypes.CDLL(None) if os.name == "posix" else None
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+            yield
+    finally:
+        if library is not None:
+            library.fflush(None)  # what C still holds back
+        os.dup2(kept, 1)
+        os.close(kept)

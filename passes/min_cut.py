@@ -62,7 +62,6 @@ class CutNetwork:
         open_pair = (wants[:, 0] != wants[:, 1]) & ~(on | free.all(axis=1))[layers.layer]
         tied = free[:, 0] != free[:, 1]
         flip = _flips(n, layers, open_pair, wants[:, 1], tied & ~on, free[:, 1])
-        direction = np.zeros(count, dtype=bool)
         bit = wants[:, 1] ^ flip[layers.reader]
         votes = sum_at(layers.layer[open_pair], np.where(bit[open_pair], 1.0, -1.0), count)
         direction = np.where(tied, free[:, 1] ^ flip[layers.source], votes > 0)

@@ -174,8 +174,6 @@ class PriceSearch:
         found = [0.0, 0.0]
         least = float(time.min())
         span = float(np.ptp(time)) or 1.0
-        if not finite:
-            return least, Prices(0.0, 0.0)
         scales = {i: float(np.abs(over[i]).max()) or 1.0 for i in finite}
         rows = np.column_stack([np.ones(len(time)), *(-over[i] / scales[i] for i in finite)])
         solved = linprog(

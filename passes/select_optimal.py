@@ -30,9 +30,10 @@ solved by HiGHS only where the gap is still too large. Bounds are evaluated from
 
 **Choice** (`polish`). The choices at the optimal prices lie on either side of the budgets. Where they differ, variables
 that share casts form components; those are taken over one by one while they fit, the best saving per price first.
-Single variables follow while that saves time. Picking by time saved per error, and every single label as far as it is
-feasible, are tried for comparison, so the answer is never worse than they are. Instances with few choices are
-enumerated, small ones that keep too large a gap go through HiGHS's branch and bound (`exact`).
+Single variables follow while that saves time, and at last those that make less error in no more time. Picking by time
+saved per error, and every single label as far as it is feasible, are tried for comparison, so the answer is never worse
+than they are. Instances with few choices are enumerated, small ones that keep too large a gap go through HiGHS's branch
+and bound (`exact`).
 
 The result's `bound` holds for this program, its `gap` is therefore true, not an estimate. The same problem gives the
 same choice, in whatever order its casts are listed.
@@ -48,9 +49,9 @@ import numpy as np
 
 from .assignment import Assignment, AssignmentProblem, totals_of
 from .budgets import Limits, feasible_choice, refusal, restrict
-from .contraction import Contraction, Ints, contract, simplify
+from .contraction import Contraction, Instance, Ints, contract, simplify
 from .exact import BINARIES, branch_and_bound, enumerate_choices, few
-from .polish import Room, greedy, improve, merge
+from .polish import Room, calm, greedy, improve, merge
 from .prices import Prices, PriceSearch
 
 # sums of the same numbers in another order differ by less than this, relative
@@ -67,9 +68,9 @@ def select_optimal(problem: AssignmentProblem, *, gap: float = 1e-3) -> Assignme
     """The fastest choice of one label per node within the budgets, and a proof of how far it can be from the optimum.
 
     `gap` is the relative distance to the bound at which the search stops; the result's own `gap` says what was reached,
-    which is more than that where the instance is too large for branch and bound. A budget is `binding` if it has a
-    price, or if it forbids labels that the fastest choice without budgets takes; prices are 0 where a little more
-    budget would save nothing.
+    which is more where the instance is too large for branch and bound, and 1e-6 at least where that decided. A budget
+    is `binding` if it has a price, or if it forbids labels that the fastest choice without budgets takes; prices are 0
+    where a little more budget would save nothing.
 
     Raises UnreachableBudgetError where a budget cannot be met, TieError where tied nodes share no label.
     """
@@ -97,21 +98,23 @@ def front(problem: AssignmentProblem, budgets: Sequence[float], *, gap: float = 
 def _solve(problem: AssignmentProblem, contraction: Contraction, shared: PriceSearch, gap: float) -> Assignment:
     """Solve for the budgets of `problem`; `shared` knows choices of the contraction and learns those that are found."""
     limits = _limits(problem, ROUNDING)
-    whole = contraction.instance
-    narrow = restrict(whole, limits)
-    search = shared if narrow is whole else shared.narrowed(simplify(narrow))
+    instance = contraction.instance
+    narrow = restrict(instance, limits)
+    search = shared if narrow is instance else shared.narrowed(simplify(narrow))
     listed = enumerate_choices(search.instance, limits) if few(search.instance) else iter(())
     fastest = next(listed, None)
     first = feasible_choice(narrow, limits) if fastest is None else fastest
     if not limits.hold(*narrow.totals(first)[1:]):
         raise refusal(narrow, first, limits, contraction.group)
-    first = search.instance.instead[np.arange(len(whole)), first]
+    first = search.instance.instead[np.arange(len(instance)), first]
     search.add(first)
     prices, bound = search.run(limits, gap * SHARE), np.inf
     candidates: Iterator[Ints] = chain([first], listed)
     if fastest is None:
-        prices, bound = _close(search, limits, prices, first, gap)
-        candidates = _candidates(search, problem, prices, first)
+        for choice in _simple_choices(contraction.whole, search.instance, first, limits):
+            search.add(choice)
+        prices, bound = _close(search, limits, prices, gap)
+        candidates = _candidates(search, problem, prices)
     for choice in candidates:
         expanded = contraction.expand(choice)
         totals = totals_of(problem, expanded)
@@ -120,6 +123,11 @@ def _solve(problem: AssignmentProblem, contraction: Contraction, shared: PriceSe
     else:
         raise refusal(narrow, first, _limits(problem, -ROUNDING), contraction.group)
     shared.add(choice)
+    calmer = contraction.expand(calm(contraction.whole, choice, limits))
+    found = totals_of(problem, calmer)
+    within = found.error <= problem.error_budget and found.memory <= problem.memory_budget
+    if within and found.time <= totals.time and found.error < totals.error:
+        expanded, totals = calmer, found
     return Assignment(
         choice=expanded,
         totals=totals,
@@ -134,11 +142,22 @@ def _limits(problem: AssignmentProblem, slack: float) -> Limits:
     return Limits(problem.error_budget * (1 + slack), problem.memory_budget * (1 + slack))
 
 
-def _close(search: PriceSearch, limits: Limits, prices: Prices, first: Ints, gap: float) -> tuple[Prices, float]:
+def _simple_choices(whole: Instance, instance: Instance, first: Ints, limits: Limits) -> Iterator[Ints]:
+    """Single labels wherever they are allowed, and greedy picking from the least error, in labels of the instance."""
+    rows = np.arange(len(whole))
+    for label in np.flatnonzero(whole.allowed.any(axis=0)).tolist():
+        uniform = instance.instead[:, label]
+        yield np.where(instance.allowed[rows, uniform], uniform, first)
+    start = feasible_choice(whole, limits)
+    if limits.hold(*whole.totals(start)[1:]):
+        yield instance.instead[rows, greedy(whole, start, Room(limits, Prices(0.0, 0.0)))]
+
+
+def _close(search: PriceSearch, limits: Limits, prices: Prices, gap: float) -> tuple[Prices, float]:
     """Work on choice and bound until they are within the gap or nothing more helps. Choices join the points."""
 
     def polished() -> float:
-        return search.add(_polish(search, limits, prices, first)).time
+        return search.add(_polish(search, limits, prices)).time
 
     def is_open() -> bool:
         return time - search.bound(limits) > gap * time
@@ -163,32 +182,24 @@ def _close(search: PriceSearch, limits: Limits, prices: Prices, first: Ints, gap
     return prices, bound
 
 
-def _polish(search: PriceSearch, limits: Limits, prices: Prices, first: Ints) -> Ints:
-    """The best choice within the limits that is made of known ones, single labels and greedy picking."""
-    instance = search.instance
-    rows = np.arange(len(instance))
+def _polish(search: PriceSearch, limits: Limits, prices: Prices) -> Ints:
+    """The best known choice within the limits with what it can take over from others, then changed node by node."""
     room = Room(limits, prices)
-    base = min((p for p in search.points if limits.hold(p.error, p.memory)), key=lambda p: p.time, default=None)
-    if base is None:
-        return first
-    merged = base.choice
-    for point in sorted(search.points, key=lambda p: p.at(prices))[:OFFERS]:
-        merged = merge(instance, merged, point.choice, room)
-    candidates = [merged, greedy(instance, first, room)]
-    for label in np.flatnonzero(instance.allowed.any(axis=0)).tolist():
-        uniform = instance.instead[:, label]
-        candidates.append(np.where(instance.allowed[rows, uniform], uniform, first))
-    points = [search.add(choice) for choice in candidates]
-    best = min((p for p in points if limits.hold(p.error, p.memory)), key=lambda p: p.time)
-    return improve(instance, best.choice, room)
+    inside = [point for point in search.points if limits.hold(point.error, point.memory)]
+    if not inside:
+        return search.points[0].choice
+    choice = min(inside, key=lambda point: point.time).choice
+    for point in sorted(search.points, key=lambda point: point.at(prices))[:OFFERS]:
+        choice = merge(search.instance, choice, point.choice, room)
+    return improve(search.instance, choice, room)
 
 
-def _candidates(search: PriceSearch, problem: AssignmentProblem, prices: Prices, first: Ints) -> Iterator[Ints]:
+def _candidates(search: PriceSearch, problem: AssignmentProblem, prices: Prices) -> Iterator[Ints]:
     """Choices within the budgets to rounding, the fastest first; then, in case rounding fails it, a stricter one."""
     limits = _limits(problem, ROUNDING)
     inside = sorted((p for p in search.points if limits.hold(p.error, p.memory)), key=lambda p: p.time)
     yield inside[0].choice
-    yield _polish(search, _limits(problem, -ROUNDING), prices, first)
+    yield _polish(search, _limits(problem, -ROUNDING), prices)
     for point in inside[1:]:
         yield point.choice
 

@@ -132,21 +132,23 @@ class SensitivityScorer:
         """
         if gm not in self._layouts:
             self._layouts[gm] = {} if metric.kind == "gradients" else find_layouts(gm, inputs, metric, varying)
-        leaves = [_leaf(x) for x in inputs]
         batch = _Batch(self, gm, metric, parameters, self._layouts[gm], ranges)
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
+            leaves = [_leaf(x) for x in inputs]
             outputs = run(gm, leaves, batch.tap, order=2 if metric.kind == "gradients" else 1)
-        samples = metric.samples(outputs)
-        batch.samples = samples
-        for draw in range(self.draws):
-            cotangents = metric.cotangents(outputs, self._generator)
-            pairs = [(y, u) for y, u in zip(outputs, cotangents, strict=True) if u is not None and y.requires_grad]
-            if pairs:
-                torch.autograd.backward(
-                    [y for y, _ in pairs], [u for _, u in pairs], retain_graph=draw + 1 < self.draws
-                )
+            samples = metric.samples(outputs)
+            for draw in range(self.draws):
+                cotangents = metric.cotangents(outputs, self._generator)
+                pairs = [(y, u) for y, u in zip(outputs, cotangents, strict=True) if u is not None and y.requires_grad]
+                if pairs:
+                    torch.autograd.backward(
+                        [y for y, _ in pairs], [u for _, u in pairs], retain_graph=draw + 1 < self.draws
+                    )
         self.samples += samples
         self._weight += samples * self.draws
+        for sums, labels in batch.measured:  # a product that no gradient reaches was measured, too: it does nothing
+            for label in labels:
+                sums.weight[label] += samples * self.draws
         return [y.detach() if isinstance(y, Tensor) else y for y in outputs]
 
     def results(self, metric: Metric) -> dict[str, Sensitivity]:
@@ -181,7 +183,7 @@ class _Batch:
         self.parameters = parameters
         self.layouts = layouts
         self.ranges = ranges
-        self.samples = 1
+        self.measured: list[tuple[_NodeSums, list[str]]] = []
 
     def tap(self, node: fx.Node, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run one call and have its gradients looked at when they come."""
@@ -219,7 +221,9 @@ class _Batch:
             use.register_hook(_adder(spread, operand.detach(), maxima, rows))
         result = function(*args, **kwargs)
         measured = self._labels_to_measure(key, sums)
-        for number, (part, y) in enumerate(_products(node, result)):
+        if measured:
+            self.measured.append((sums, [gemm_label(f, r) for f, r in measured]))
+        for part, y in _products(node, result):
             self._watch_storage(sums, y)
             if measured:
                 arguments = [a.detach() if isinstance(a, Tensor) else a for a in args]
@@ -227,8 +231,6 @@ class _Batch:
                     node, sums, measured, function, arguments, is_weight, kwargs, part, y.detach()
                 )
                 y.register_hook(hook)  # type: ignore[no-untyped-call]
-                if not number:
-                    y.register_hook(self._counting_hook(sums, measured))  # type: ignore[no-untyped-call]
         return result
 
     def _labels_to_measure(self, key: str, sums: _NodeSums) -> list[tuple[str, str]]:
@@ -251,12 +253,14 @@ class _Batch:
         self, node: fx.Node, sums: _NodeSums, formats: list[tuple[str, str]], function: Callable[..., Any],
         args: list[Any], is_weight: list[bool], kwargs: Mapping[str, Any], part: int | None,
         exact: Tensor,
-    ) -> Callable[[Tensor], None]:  # fmt: skip
+    ) -> Callable[[Tensor | None], None]:  # fmt: skip
         op = gemm_op(node)
         row_axis = 1 if op is not None and op.kind == "conv" else -1
         layout = self.layouts.get(node)
 
-        def look(gradient: Tensor) -> None:
+        def look(gradient: Tensor | None) -> None:
+            if gradient is None:
+                return
             with torch.no_grad():
                 for compute, recipe in formats:
                     rounded = round_operands(node, args, compute, recipe, is_weight)
@@ -265,13 +269,6 @@ class _Batch:
                     self._project(sums, gemm_label(compute, recipe), gradient.detach() * delta, layout, row_axis)
 
         return look
-
-    def _counting_hook(self, sums: _NodeSums, formats: list[tuple[str, str]]) -> Callable[[Tensor], None]:
-        def count(_gradient: Tensor) -> None:
-            for compute, recipe in formats:
-                sums.weight[gemm_label(compute, recipe)] += self.samples
-
-        return count
 
     def _project(self, sums: _NodeSums, label: str, product: Tensor, layout: Layout | None, row_axis: int) -> None:
         if self.metric.kind == "gradients":
@@ -316,7 +313,7 @@ def _leaf(value: Any) -> Any:
     """An input as a leaf of its own that takes part in differentiation and keeps no gradient."""
     if not isinstance(value, Tensor):
         return value
-    detached = value.detach()
+    detached = (value.clone() if value.is_inference() else value).detach()
     if detached.dtype in FLOAT_DTYPES:
         detached.requires_grad_().register_post_accumulate_grad_hook(_forget)  # type: ignore[no-untyped-call]
     return detached
@@ -326,9 +323,10 @@ def _forget(leaf: Tensor) -> None:
     leaf.grad = None
 
 
-def _adder(spread: Spread, value: Tensor, maxima: Tensor | None, rows: Rows | None) -> Callable[[Tensor], None]:
-    def add(gradient: Tensor) -> None:
-        spread.add(gradient.detach(), value, maxima, rows)
+def _adder(spread: Spread, value: Tensor, maxima: Tensor | None, rows: Rows | None) -> Callable[[Tensor | None], None]:
+    def add(gradient: Tensor | None) -> None:
+        if gradient is not None:  # autograd tells a gradient of zero that way at some operators
+            spread.add(gradient.detach(), value, maxima, rows)
 
     return add
 

@@ -1,4 +1,4 @@
-"""Random assignment problems of every kind, and the answer that needs no solver."""
+"""Random assignment problems of every kind, and their optima found in other ways."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array
 
 from dsmp.passes.assignment import AssignmentProblem, SharedCast, Totals, totals_of
 
@@ -36,10 +38,41 @@ def best(problem: AssignmentProblem) -> Totals | None:
     return totals_of(problem, choices[time.argmin()].tolist()) if np.isfinite(time.min()) else None
 
 
-def random_choice(problem: AssignmentProblem, seed: int) -> list[int]:
-    """A label index per node, ties not looked at."""
-    rng = np.random.default_rng(seed)
-    return [int(rng.integers(len(labels))) for labels in problem.labels]
+def by_milp(problem: AssignmentProblem) -> float:
+    """The optimum by HiGHS from a formulation of its own: y per cast, t >= cost of the source's label - most (1 - y).
+
+    Infinite where there is none.
+    """
+    number = [np.cumsum([0, *map(len, problem.labels)])[v] + np.arange(len(n)) for v, n in enumerate(problem.labels)]
+    nodes, casts = sum(map(len, number)), len(problem.casts)
+    rows: list[tuple[dict[int, float], float, float]] = [(dict.fromkeys(n.tolist(), 1.0), 1, 1) for n in number]
+    for k, cast in enumerate(problem.casts):
+        made, paid = nodes + k, nodes + casts + k
+        for reader, wants in cast.readers:
+            rows.append(({made: 1.0} | {int(number[reader][i]): -1.0 for i in wants}, 0, np.inf))
+        most = max(cast.cost)
+        cost_of = {} if cast.source is None else dict(zip(number[cast.source].tolist(), cast.cost, strict=True))
+        row = {paid: 1.0, made: -most} | {i: -cost for i, cost in cost_of.items()}
+        rows.append((row, -most if cost_of else 0, np.inf))
+    for values, budget in ((problem.error, problem.error_budget), (problem.memory, problem.memory_budget)):
+        if np.isfinite(budget):
+            rows.append((dict(enumerate(np.concatenate(values).tolist())), -np.inf, budget))
+    matrix = coo_array(
+        (
+            [value for row, _, _ in rows for value in row.values()],
+            ([i for i, (row, _, _) in enumerate(rows) for _ in row], [j for row, _, _ in rows for j in row]),
+        ),
+        shape=(len(rows), nodes + 2 * casts),
+    )
+    solution = milp(
+        np.concatenate([*problem.time, np.zeros(casts), np.ones(casts)]),
+        integrality=np.concatenate([np.ones(nodes), np.zeros(2 * casts)]),
+        bounds=Bounds(0, np.concatenate([np.ones(nodes + casts), np.full(casts, np.inf)])),
+        constraints=LinearConstraint(matrix.tocsr(), [low for _, low, _ in rows], [high for _, _, high in rows]),
+        options={"mip_rel_gap": 1e-6},
+    )
+    assert solution.status in (0, 2)
+    return float(solution.fun) if solution.status == 0 else np.inf
 
 
 def random_problem(

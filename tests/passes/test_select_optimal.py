@@ -7,12 +7,10 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from assignment_problems import best, cases, problems, random_problem
+from assignment_problems import best, by_milp, cases, problems, random_problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 
 from dsmp.errors import BudgetError
 from dsmp.passes import exact
@@ -42,43 +40,6 @@ def solved(problem: AssignmentProblem) -> Assignment | None:
         return None
     holds(problem, answer)
     return answer
-
-
-def by_milp(problem: AssignmentProblem) -> float:
-    """The optimum by HiGHS from a formulation of its own: y per cast, t >= cost of the source's label - most (1 - y).
-
-    Infinite where there is none.
-    """
-    number = [np.cumsum([0, *map(len, problem.labels)])[v] + np.arange(len(n)) for v, n in enumerate(problem.labels)]
-    nodes, casts = sum(map(len, number)), len(problem.casts)
-    rows: list[tuple[dict[int, float], float, float]] = [(dict.fromkeys(n.tolist(), 1.0), 1, 1) for n in number]
-    for k, cast in enumerate(problem.casts):
-        made, paid = nodes + k, nodes + casts + k
-        for reader, wants in cast.readers:
-            rows.append(({made: 1.0} | {int(number[reader][i]): -1.0 for i in wants}, 0, np.inf))
-        most = max(cast.cost)
-        cost_of = {} if cast.source is None else dict(zip(number[cast.source].tolist(), cast.cost, strict=True))
-        row = {paid: 1.0, made: -most} | {i: -cost for i, cost in cost_of.items()}
-        rows.append((row, -most if cost_of else 0, np.inf))
-    for values, budget in ((problem.error, problem.error_budget), (problem.memory, problem.memory_budget)):
-        if np.isfinite(budget):
-            rows.append((dict(enumerate(np.concatenate(values).tolist())), -np.inf, budget))
-    matrix = coo_array(
-        (
-            [value for row, _, _ in rows for value in row.values()],
-            ([i for i, (row, _, _) in enumerate(rows) for _ in row], [j for row, _, _ in rows for j in row]),
-        ),
-        shape=(len(rows), nodes + 2 * casts),
-    )
-    solution = milp(
-        np.concatenate([*problem.time, np.zeros(casts), np.ones(casts)]),
-        integrality=np.concatenate([np.ones(nodes), np.zeros(2 * casts)]),
-        bounds=Bounds(0, np.concatenate([np.ones(nodes + casts), np.full(casts, np.inf)])),
-        constraints=LinearConstraint(matrix.tocsr(), [low for _, low, _ in rows], [high for _, _, high in rows]),
-        options={"mip_rel_gap": 1e-6},
-    )
-    assert solution.status in (0, 2)
-    return float(solution.fun) if solution.status == 0 else np.inf
 
 
 @given(problems(nodes=12, labels=2))
@@ -137,9 +98,9 @@ def test_equals_branch_and_bound_on_medium_problems(seed, nodes, labels, free_ca
 @pytest.mark.parametrize("labels", [2, 3])
 @pytest.mark.parametrize("seed", range(3))
 def test_more_budget_is_never_slower(seed, labels):
-    problem = random_problem(seed, 150, labels, free_casts=seed == 0)
+    problem = random_problem(seed, 90, labels, free_casts=seed == 0)
     low, high = (float(sum(pick(e) for e in problem.error)) for pick in (np.min, np.max))
-    budgets = [*np.linspace(low, high, 12).tolist(), np.inf]
+    budgets = [*np.linspace(low, high, 9).tolist(), np.inf]
     answers = front(problem, budgets)
     for budget, answer in zip(budgets, answers, strict=True):
         holds(replace(problem, error_budget=budget), answer)
@@ -161,8 +122,8 @@ def test_front_keeps_the_order_and_reports_the_budget_that_is_too_small():
         front(problem, [most, -1.0])
 
 
-@given(problems(nodes=60, labels=3), st.randoms(use_true_random=False))
-@settings(max_examples=25, deadline=None)
+@given(problems(nodes=40, labels=3), st.randoms(use_true_random=False))
+@settings(max_examples=15, deadline=None)
 def test_the_same_problem_gives_the_same_choice_in_any_order_of_casts(problem, random):
     casts = [replace(c, readers=tuple(random.sample(c.readers, len(c.readers)))) for c in problem.casts]
     random.shuffle(casts)
@@ -174,12 +135,29 @@ NO_BRANCHING = mock.patch("dsmp.passes.select_optimal.BINARIES", -1)
 
 
 @NO_BRANCHING
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [1, 8, 11, 14, 24])
 def test_more_budget_is_never_slower_where_gaps_stay_open(seed):
-    problem = random_problem(seed, 40, 3)
+    """Solved one by one, each of these is slower with more budget somewhere."""
+    problem = random_problem(seed, 40, 3, free_casts=seed % 2 == 0)
     low, high = (float(sum(pick(e) for e in problem.error)) for pick in (np.min, np.max))
     times = [answer.totals.time for answer in front(problem, np.linspace(low, high, 60).tolist())]
     assert times == sorted(times, reverse=True)
+
+
+@NO_BRANCHING
+def test_gaps_without_branching():
+    gaps = [select_optimal(random_problem(seed, 60, 3, free_casts=False)).gap for seed in range(12)]
+    # 0.014 if single nodes are not changed at the end
+    assert np.mean(gaps) < 0.012
+
+
+@NO_BRANCHING
+def test_rounding_at_the_budget_costs_one_node_not_all():
+    """Three times 0.1 is more than 0.3 in binary: the third node does not fit, the other two must stay."""
+    problem = replace(chain([0.0] * 29, error_budget=0.3), error=(np.array([0.0, 0.1]),) * 30)
+    answer = select_optimal(problem)
+    holds(problem, answer)
+    assert sum(answer.choice) == 2
 
 
 @NO_BRANCHING
@@ -192,12 +170,43 @@ def test_blocks_that_tie_are_taken_one_by_one():
         if v % size < size - 1
         for form, cost in ((0, (0.0, 7.0)), (1, (7.0, 0.0)))
     )
-    problem = replace(chain([0.0] * (blocks * size - 1), error_budget=23 * size + 0.4), casts=casts)
+    # picking by each node's own saving starts everywhere at once
+    time = tuple(np.array([saved, 0.0]) for saved in (1.0, 5.0, 2.0, 4.0)) * blocks
+    problem = replace(chain([0.0] * (blocks * size - 1), error_budget=23 * size + 0.4), casts=casts, time=time)
     answer = select_optimal(problem)
     holds(problem, answer)
     assert answer.totals.error == 23 * size
     assert sum(answer.choice[::size]) == 23
     assert answer.gap <= 5e-3
+
+
+def unhelped(problem: AssignmentProblem) -> Assignment:
+    """The answer if prices, merging, single changes and branching find nothing."""
+    found = mock.patch("dsmp.passes.select_optimal.merge", lambda instance, choice, *_: choice)
+    better = mock.patch("dsmp.passes.select_optimal.improve", lambda instance, choice, *_: choice)
+    with NO_BRANCHING, found, better, mock.patch.object(PriceSearch, "run", lambda *_: Prices(0.0, 0.0)):
+        return select_optimal(problem)
+
+
+def test_a_single_label_for_all_is_a_candidate():
+    """Picking by rate starts with the last label and runs out of budget: mixtures pay casts, the middle label none."""
+    nodes = 20
+    problem = AssignmentProblem(
+        labels=(("high", "middle", "low"),) * nodes,
+        time=tuple(np.array([9.0, 5.0, 0.5]) + v / 1000 for v in range(nodes)),
+        error=(np.array([0.0, 1.0, 1.9]),) * nodes,
+        memory=(np.zeros(3),) * nodes,
+        casts=tuple(
+            SharedCast(
+                source=v, cost=tuple(50.0 * (i != label) for i in range(3)), readers=((v + 1, frozenset([label])),)
+            )
+            for v in range(nodes - 1)
+            for label in range(3)
+        ),
+        error_budget=float(nodes),
+    )
+    assert unhelped(problem).choice == (1,) * nodes
+    assert select_optimal(problem).choice == (1,) * nodes
 
 
 @pytest.mark.parametrize("free_casts", [False, True])
@@ -209,14 +218,7 @@ def test_never_slower_than_single_labels_and_greedy_picking(seed, helped, free_c
     rng = np.random.default_rng(seed)
     time, error = (tuple(row + rng.random(len(row)) / 9 for row in rows) for rows in (problem.time, problem.error))
     problem = replace(problem, time=time, error=error, error_budget=problem.error_budget + 9)
-    if helped:
-        time = select_optimal(problem).totals.time
-    else:
-        # they are candidates of their own, whatever else is found
-        found = mock.patch("dsmp.passes.select_optimal.merge", lambda instance, choice, *_: choice)
-        better = mock.patch("dsmp.passes.select_optimal.improve", lambda instance, choice, *_: choice)
-        with NO_BRANCHING, found, better, mock.patch.object(PriceSearch, "run", lambda *_: Prices(0.0, 0.0)):
-            time = select_optimal(problem).totals.time
+    time = (select_optimal(problem) if helped else unhelped(problem)).totals.time
     for name in {n for names in problem.labels for n in names}:
         if all(name in names for names in problem.labels):
             uniform = totals_of(problem, [names.index(name) for names in problem.labels])
