@@ -69,7 +69,7 @@ def test_all_options_together(plan: dsmp.PrecisionPlan, tmp_path: Path) -> None:
             UnknownOptionError,
             "unknown option 'hardwere'. Did you mean 'hardware'",
         ),
-        ({"budget_": 1}, UnknownOptionError, "Known: executor, hardware, hardware_file, plan, rules, strict"),
+        ({"budget_": 1}, UnknownOptionError, "Known: budget, drift, executor, hardware, hardware_file, memory, plan, rules, save_plan, strict"),
         ({"hardware": "h8000"}, UnknownHardwareError, "Did you mean 'h800'"),
         ({"hardware": "h-8000"}, UnknownHardwareError, "Did you mean 'h800'"),
         ({"hardware": ""}, UnknownHardwareError, "`dsmp hardware list` shows all"),
@@ -157,7 +157,7 @@ def fields(node: str, /, **values: Any) -> Callable[[dict[str, Any], dict[str, d
         (fields(UP, flops=-1), PlanSchemaError, ".flops:"),
         (fields(UP, colour="red"), PlanSchemaError, ".colour: Extra inputs are not permitted"),
         (fields(UP, key=NORM), PlanSchemaError, f"key '{NORM}' stands twice"),
-        (lambda data, _: data.update(schema=2), PlanSchemaError, "field schema is 2; this version reads 1"),
+        (lambda data, _: data.update(schema=1), PlanSchemaError, "field schema is 1; this version reads 2"),
         (lambda data, _: data.pop("schema"), PlanSchemaError, "field schema is None"),
         (lambda data, _: data.pop("nodes"), PlanSchemaError, "field nodes: Field required"),
         (lambda data, _: data.update(nodes=3), PlanSchemaError, "field nodes: "),
@@ -180,7 +180,7 @@ def test_a_malformed_plan_names_the_field(
         assert path in str(error)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", '{"schema": 1}', "\x00\x01", "[" * 100_000])
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", '{"schema": 2}', "\x00\x01", "[" * 100_000])
 def test_a_file_that_is_no_plan(text: str, tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     path.write_text(text)
