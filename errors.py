@@ -193,7 +193,9 @@ class MissingPackageError(DsmpError):
     """An optional package that a command needs and that is not installed."""
 
     def __init__(self, package: str, what: str, extra: str) -> None:
-        super().__init__(f"{what} needs {package}, which is not installed. Run pip install 'dsmp[{extra}]'.")
+        super().__init__(
+            f"{what} needs {package}, which is not installed. Run pip install {package} (the extra [{extra}] of dsmp)."
+        )
 
 
 class NotDifferentiableError(DsmpError):

@@ -40,8 +40,8 @@ def split_inputs(inputs: Any, kwargs: Mapping[str, Any] | None = None) -> tuple[
 def read_batches(batches: Any, *, with_target: bool) -> Iterator[Batch]:
     """The checked batches of an iterable, one at a time.
 
-    Raises CalibrationError for what is no iterable of batches, for an empty one, and for a batch without samples or
-    with NaN or inf.
+    Raises CalibrationError for what is no iterable of batches, for an empty one, for a batch that cannot be made, and
+    for one without samples or with NaN or inf.
     """
     if isinstance(batches, (Tensor, str, bytes, Mapping)) or not isinstance(batches, Iterable):
         raise CalibrationError(
@@ -50,13 +50,30 @@ def read_batches(batches: Any, *, with_target: bool) -> Iterator[Batch]:
             "into a list."
         )
     count = 0
-    for count, batch in enumerate(batches, start=1):
+    for count, batch in enumerate(_given(batches), start=1):
         yield _read(batch, count, with_target)
     if not count:
         raise CalibrationError(
             "calibration holds no batch. Give at least one; 16 sequences or 64 images in all are a good start. An "
             "iterator that was used up before is empty: hand over a list or a new one."
         )
+
+
+def _given(batches: Iterable[Any]) -> Iterator[Any]:
+    """The batches, and what fails while the user's code makes them told as such."""
+    number = 1
+    iterator = iter(batches)
+    while True:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return
+        except Exception as error:
+            raise CalibrationError(
+                f"calibration batch {number} could not be made: {type(error).__name__}: {error}."
+            ) from error
+        yield batch
+        number += 1
 
 
 def _read(batch: Any, number: int, with_target: bool) -> Batch:

@@ -11,13 +11,13 @@ from torch import nn
 
 from ..errors import CalibrationError, InvalidOptionError
 from ..hardware_db.capability import Device
+from ..passes.budget_text import DEFAULT_BUDGET, parse_budget, parse_memory
 from ..passes.formulate import formulate
 from ..passes.plan import Budget, PrecisionPlan, Rule, follow, given_keys
 from ..passes.program import Cost, DriftKind, Program, Solution
 from ..passes.scores import Scores
 from ..passes.solve import Solved, force, solve_program
 from .batches import Loss, read_batches
-from .budget_text import DEFAULT_BUDGET, parse_budget, parse_memory
 from .capture import Capture
 from .execution import predict_execution
 from .objective import Objective
@@ -188,7 +188,7 @@ def plan_from_measurement(
             f"the calibration reaches none of the {len(gemms)} products of {captured.source}. Check that the batches "
             "and the loss belong to this model."
         )
-    program = _program(captured, device, measurement.scores, settings, rules)
+    program = _program(captured, base, device, measurement.scores, settings, rules)
     limit, saved = _limits(program, base, settings)
     trial = Trial(measurement.calls, measurement.metric, base.nodes, storage=device.storage)
     repaired = repair(program, trial, drift=limit, saved_bytes=saved, tell=lambda text: tell(text, trial.runs, 0))
@@ -207,7 +207,7 @@ def plan_from_scores(
     check_measurable(captured, training=False)
     scores.check(scores_fingerprint(captured.graphs[0]))
     base = make_plan(captured, device)
-    program = _program(captured, device, scores, settings, rules)
+    program = _program(captured, base, device, scores, settings, rules)
     limit, saved = _limits(program, base, settings)
     solved = solve_program(program, drift=limit, saved_bytes=saved)
     return _plan(captured, base, device, program, solved, solved.solution, settings, rules)
@@ -229,12 +229,31 @@ def check_measurable(captured: Capture, training: bool) -> None:
 
 
 def _program(
-    captured: Capture, device: Device, scores: Scores, settings: Calibration, rules: Sequence[Rule]
+    captured: Capture,
+    base: PrecisionPlan,
+    device: Device,
+    scores: Scores,
+    settings: Calibration,
+    rules: Sequence[Rule],
 ) -> Program:
     check_measurable(captured, training=False)
     graphs = [(g.gm, g.parameters) for g in captured]
     program = formulate(graphs, device, scores, cost=settings.cost, tied=settings.tied)
+    if base.prediction.saved_bytes_fp32:
+        program = _saving(program, base.prediction.saved_bytes_fp32)
     return force(program, given_keys(rules, program)) if rules else program
+
+
+def _saving(program: Program, traced_bytes: int) -> Program:
+    """A program whose saved bytes add up to what is saved as traced: the partitioner recomputes part of what the
+    backward pass reads, and which part hardly depends on the formats."""
+    total = sum(found[0].saved_bytes for found in program.candidates.values())
+    share = traced_bytes / total if total else 1.0
+    candidates = {
+        key: [c.model_copy(update={"saved_bytes": round(share * c.saved_bytes)}) for c in found]
+        for key, found in program.candidates.items()
+    }
+    return program.model_copy(update={"candidates": candidates})
 
 
 def _limits(program: Program, base: PrecisionPlan, settings: Calibration) -> tuple[float, float]:

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import InvalidOptionError, UnknownOptionError
+from ..passes.budget_text import parse_budget, parse_memory
 from ..passes.plan import PrecisionPlan, Rule, load_plan, parse_rules
 from ..passes.program import DriftKind
-from .budget_text import parse_budget, parse_memory
 from .calibrated import DRIFTS
 
 Executor = Literal["inductor", "eager"]

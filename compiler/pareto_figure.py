@@ -31,16 +31,24 @@ def check_suffix(path: Path) -> None:
         raise InvalidOptionError("--output", str(path), f"a file that ends in {', '.join(SUFFIXES)}")
 
 
+def check_matplotlib() -> None:
+    """Raise MissingPackageError where figures cannot be drawn."""
+    _matplotlib()
+
+
+def _matplotlib() -> Any:
+    try:
+        return import_module("matplotlib.figure")
+    except ImportError as error:
+        raise MissingPackageError("matplotlib", "a figure", "plots") from error
+
+
 def figure_bytes(front: ParetoFront, plan: PrecisionPlan, suffix: str) -> bytes:
     """The figure as a file of a suffix's kind: microseconds against drift, and against the user's unit on top.
 
     Raises MissingPackageError without matplotlib.
     """
-    try:
-        module = import_module("matplotlib.figure")
-    except ImportError as error:
-        raise MissingPackageError("matplotlib", "a figure", "plots") from error
-    figure = module.Figure(figsize=(9, 6), layout="constrained")
+    figure = _matplotlib().Figure(figsize=(9, 6), layout="constrained")
     axes = figure.subplots()
     _draw(axes, front, plan)
     data = io.BytesIO()

@@ -17,7 +17,7 @@ from ..passes.node_lookup import find_decision
 from ..passes.pareto import pareto_front
 from ..passes.plan import PrecisionPlan, load_plan
 from .console import Printer, write_json
-from .pareto_figure import check_suffix, csv_text, figure_bytes, front_table
+from .pareto_figure import check_matplotlib, check_suffix, csv_text, figure_bytes, front_table
 from .render_explain import print_explanation
 
 MIN_POINTS, MAX_POINTS = 2, 1000
@@ -46,6 +46,7 @@ def pareto(path: Path, *, output: Path | None, csv_file: Path | None, points: in
         raise InvalidOptionError("--points", points, f"a number of budgets from {MIN_POINTS} to {MAX_POINTS}")
     if output is not None:
         check_suffix(output)
+        check_matplotlib()
     plan = load_plan(path)
     front = pareto_front(plan, points=points, device=_device(plan))
     printer = Printer()

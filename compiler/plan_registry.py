@@ -12,6 +12,7 @@ from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
 from ..errors import InvalidOptionError
+from ..passes.keys import FPROP
 from ..passes.plan import ModelInfo, PrecisionPlan
 
 _PLANS: MutableMapping[Any, list[PrecisionPlan]] = weakref.WeakKeyDictionary()
@@ -22,7 +23,8 @@ _WRAPPER = "compile_wrapper"
 def plan_of(compiled: nn.Module | Callable[..., Any]) -> PrecisionPlan:
     """The plan that a model or function compiled with `backend="dsmp"` runs under.
 
-    It is known once the model was called. A model that was compiled in several graphs gets the decisions of all in one
+    It is known once the model was called; of a model that was called for training and for evaluation it is that of
+    training. A model that was compiled in several graphs gets the decisions of all in one
     plan, without a solution of its own. Raises InvalidOptionError for what was not compiled by dsmp, or not yet.
     """
     plans = _PLANS.get(_plain(compiled))
@@ -40,10 +42,15 @@ def remember(plan: PrecisionPlan) -> PrecisionPlan:
     if target is None:
         return plan
     plans = _PLANS.setdefault(target, [])
-    # Compiling again (other shapes, a changed setting) replaces what the same nodes were decided to be.
-    keys = set(plan.by_key)
-    plans[:] = [p for p in plans if not keys & set(p.by_key)] + [plan]
+    # Compiling again (other shapes, a changed setting) replaces what the same nodes were decided to be, but evaluation
+    # between two epochs does not replace the plan of training.
+    keys, trains = set(plan.by_key), _trains(plan)
+    plans[:] = [p for p in plans if _trains(p) != trains or not keys & set(p.by_key)] + [plan]
     return merged(plans)
+
+
+def _trains(plan: PrecisionPlan) -> bool:
+    return any(d.phase != FPROP for d in plan)
 
 
 def compiled_name() -> str:
@@ -53,7 +60,8 @@ def compiled_name() -> str:
 
 
 def merged(plans: list[PrecisionPlan]) -> PrecisionPlan:
-    """One plan with the decisions of several."""
+    """One plan with the decisions of several: of the training step, where there are plans of both."""
+    plans = [p for p in plans if _trains(p)] or plans
     first = plans[0]
     if len(plans) == 1:
         return first

@@ -81,6 +81,8 @@ def plan(
         batches=calibration, loss=loss, drift=drift, budget=budget, memory=memory, cost=cost, tied=tied, draws=draws
     )
     settings.check(scored=scores is not None)
+    if scores is not None and not isinstance(scores, (Scores, str, os.PathLike)):
+        raise InvalidOptionError("scores", scores, "Scores of dsmp.measure_scores, or the path of a file of them")
     args, named = split_inputs(inputs, kwargs)
     if calibration is not None:
         settings = settings.read()

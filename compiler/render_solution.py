@@ -92,8 +92,10 @@ def _drift(s: Solution) -> str:
     if s.measured is None:
         return f"{text}, not measured"
     text += f", measured {s.measured:.3g}"
+    if s.limit:
+        text += f" ({percent(s.measured / s.limit)} of the budget)"
     if s.ratio is not None:
-        text += f" ({s.ratio:.2f} times as much, root mean square)"
+        text += f", root of measured over predicted {s.ratio:.2f}"
     if s.p95 is not None:
         text += f", 95th percentile {s.p95:.3g} over {s.samples:,} samples"
     return f"{text}; {s.runs:,} simulated {'run' if s.runs == 1 else 'runs'}"

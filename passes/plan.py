@@ -21,6 +21,7 @@ from pydantic import Field, ValidationError
 
 from ..errors import NotCalibratedError, PlanFileError, PlanSchemaError, RuleError
 from ..hardware_db.schema import natural_accumulator
+from .budget_text import parse_budget, parse_memory
 from .files import write_atomically
 from .keys import NodeKey, Phase
 from .plan_fields import GEMM_CLASSES, STORED_FORMATS, FormatName, KeyText, PlanModel, Reason, RecipeName, StoredName
@@ -186,12 +187,12 @@ class PrecisionPlan(PlanModel):
     def solve(
         self,
         *,
-        budget: float | None = None,
-        memory: int | None = None,
+        budget: float | str | None = None,
+        memory: int | str | None = None,
         rules: Mapping[str, str] | Iterable[Rule | Mapping[str, str]] | None = None,
     ) -> PrecisionPlan:
-        """This plan solved again for another budget (a share of 1; see `Program.limit`), memory (saved bytes) or more
-        rules, from what was measured when it was made.
+        """This plan solved again for another budget (a share of 1, or "0.5%"; see `Program.limit`), another memory
+        (saved bytes, "2GB", or a share of what is saved as traced) or more rules, from what was measured for it.
 
         The result has no measured drift: nothing is run. Raises NotCalibratedError for a plan without measurements,
         BudgetError when no choice meets the budgets, RuleError and PlanHardwareError for rules that nothing can follow.
@@ -199,16 +200,18 @@ class PrecisionPlan(PlanModel):
         if self.program is None:
             raise NotCalibratedError(self.model.source)
         given = parse_rules(rules)
+        amount = None if budget is None else parse_budget(budget)
+        saved = parse_memory(memory, self.prediction.saved_bytes_fp32)
         program = self.program if not given else force(self.program, given_keys(given, self.program))
         solved = solve_program(
             program,
-            drift=math.inf if budget is None else program.limit(budget),
-            saved_bytes=math.inf if memory is None else memory,
+            drift=math.inf if amount is None else program.limit(amount),
+            saved_bytes=math.inf if saved is None else saved,
         )
         solution = solved.solution
         return self.model_copy(
             update={
-                "budget": Budget(amount=budget, saved_bytes=memory),
+                "budget": Budget(amount=amount, saved_bytes=saved),
                 "prediction": self.prediction.model_copy(
                     update={"time_us": round(solution.time_us, 3), "saved_bytes": solution.saved_bytes}
                 ),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -59,7 +59,7 @@ class Copy(PlanModel):
     value: str
     format: FormatName
     recipe: RecipeName = "none"
-    time_us: dict[str, float]
+    time_us: dict[str, Annotated[float, Field(ge=0)]]
     readers: dict[KeyText, list[str]]
 
 
@@ -83,6 +83,8 @@ class Program(PlanModel):
         for key, found in self.candidates.items():
             if not found:
                 raise ValueError(f"{key} has no candidate")
+            if all(c.blocked for c in found):
+                raise ValueError(f"{key} has no candidate that is not blocked")
             if len({c.label for c in found}) < len(found):
                 raise ValueError(f"{key} has two candidates of one label")
         named = [*(k for c in self.copies for k in c.readers), *(k for group in self.ties for k in group)]

@@ -75,11 +75,19 @@ class Scores(PlanModel):
         return Score(drift=drift, measured=measured)
 
     def check(self, fingerprint: str) -> None:
-        """Raise ScoresError unless the scores were measured on the model of this fingerprint."""
+        """Raise ScoresError for scores that were measured on a model of another fingerprint, or that hold nothing of
+        which a budget is a share."""
         if self.fingerprint != fingerprint:
             raise ScoresError(
                 f"the scores were measured on {self.source} (fingerprint {self.fingerprint}); this model's is "
                 f"{fingerprint}. Measure again, with the same model, inputs and phase (training or inference)."
+            )
+        if not self.nodes:
+            raise ScoresError("the scores hold no node. Measure again with --save-scores.")
+        if self.drift in ("kl", "bernoulli") and self.loss is None:
+            raise ScoresError(
+                f"the scores hold no loss, of which a budget is a share for drift {self.drift!r}. Measure again with "
+                "--save-scores."
             )
 
     def save(self, path: str | os.PathLike[str]) -> Path:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..errors import BudgetError, PlanHardwareError
+from ..errors import BudgetError, PlanHardwareError, PlanSchemaError
 from .assignment import Assignment
 from .budgets import UnreachableBudgetError
 from .keys import NodeKey
@@ -29,17 +29,20 @@ class Solved:
 def solve_program(program: Program, *, drift: float = math.inf, saved_bytes: float = math.inf) -> Solved:
     """The fastest choice within a budget on drift and one on saved bytes.
 
-    Raises BudgetError when no choice meets them.
+    Raises BudgetError when no choice meets them, PlanSchemaError for a budget on drifts that are not known.
     """
+    if math.isfinite(drift):
+        _check_drifts(program)
     try:
         assignment = select_optimal(program.problem(drift=drift, saved_bytes=saved_bytes))
     except UnreachableBudgetError as error:
         names = [program.keys[v] for v in error.nodes]
         more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
+        unit = " bytes" if error.name == "memory" else ""
         raise BudgetError(
-            f"the {error.name} budget {error.budget:.4g} cannot be met: the least that can be reached is "
-            f"{error.least:.4g}. What binds: {', '.join(names[:_NAMED])}{more}. Raise the budget, or take back the "
-            "rules and limits on these nodes."
+            f"the {error.name} budget of {error.budget:,.4g}{unit} cannot be met: the least that can be reached is "
+            f"{error.least:,.4g}{unit}. What binds: {', '.join(names[:_NAMED])}{more}. Raise the budget, or take back "
+            "the rules and limits on these nodes."
         ) from error
     chosen = program.chosen(assignment)
     solution = Solution(
@@ -57,6 +60,16 @@ def solve_program(program: Program, *, drift: float = math.inf, saved_bytes: flo
     )
     reasons = {key: _reason(program.candidates[key], c, solution, assignment) for key, c in chosen.items()}
     return Solved(chosen=chosen, reasons=reasons, solution=solution)
+
+
+def _check_drifts(program: Program) -> None:
+    for key, found in program.allowed.items():
+        unknown = next((c for c in found if c.drift is None), None)
+        if unknown is not None:
+            raise PlanSchemaError(
+                f"{key}: the candidate {unknown.label} has no drift and is not blocked, so no budget can hold. Block "
+                "it, or write the drift that was measured."
+            )
 
 
 def priced(candidate: Candidate, solution: Solution) -> float:

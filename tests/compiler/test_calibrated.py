@@ -15,6 +15,7 @@ from dsmp.errors import (
     LossError,
     NotCalibratedError,
     PlanHardwareError,
+    PlanSchemaError,
     ScoresError,
 )
 from dsmp.passes.plan import parse_plan
@@ -150,6 +151,43 @@ def test_scores_serve_other_devices_and_budgets(tmp_path):
         dsmp.plan(m, batches()[0], hardware="h800", training=False, scores=path)
 
 
+def test_scores_without_what_a_budget_is_a_share_of_are_named():
+    m = model()
+    scores = dsmp.measure_scores(m, batches(1), hardware="h800", training=False)
+    for update, message in (({"nodes": {}}, "no node"), ({"loss": None}, "no loss")):
+        with pytest.raises(ScoresError, match=message):
+            dsmp.plan(m, batches()[0], hardware="h800", training=False, scores=scores.model_copy(update=update))
+    with pytest.raises(InvalidOptionError, match="scores"):
+        dsmp.plan(m, batches()[0], hardware="h800", training=False, scores=3)
+
+
+def test_edited_candidates_are_checked(calibrated):
+    key = next(k for k in calibrated.program.keys if "linear" in k)
+
+    def edited(change) -> str:
+        data = json.loads(calibrated.to_json())
+        change(data["program"])
+        return json.dumps(data)
+
+    def block(program):
+        for c in program["candidates"][key]:
+            c["blocked"] = {"code": "mine", "text": "not this"}
+
+    def forget(program):
+        for c in program["candidates"][key]:
+            c["drift"], c["blocked"] = None, None
+
+    def pay(program):
+        program["copies"][0]["time_us"] = {"fp32": -1.0}
+
+    with pytest.raises(PlanSchemaError, match="not blocked"):
+        parse_plan(edited(block))
+    with pytest.raises(PlanSchemaError, match="greater than or equal to 0"):
+        parse_plan(edited(pay))
+    with pytest.raises(PlanSchemaError, match="has no drift"):
+        parse_plan(edited(forget)).solve(budget=0.01)
+
+
 def test_rules_are_applied_last():
     plan = dsmp.plan(model(), **OPTIONS, training=False, budget=1.0, rules={"mid.1|*": "fp32", "up|*": "bf16"})
     assert plan.by_key["mid.1|fprop|linear|0"].compute == "fp32"
@@ -261,6 +299,8 @@ def test_graph_breaks_are_named():
         ({"budget": -1}, BudgetError, "cannot be read"),
         ({"budget": "half"}, BudgetError, "cannot be read"),
         ({"budget": 5}, BudgetError, "more than everything"),
+        ({"budget": 10**400}, BudgetError, "cannot be read"),
+        ({"memory": 10**400}, BudgetError, "cannot be read"),
         ({"memory": "a lot"}, BudgetError, "cannot be read"),
         ({"memory": "60%"}, BudgetError, "there are none"),
         ({"drift": "mse"}, InvalidOptionError, "kl"),

@@ -79,6 +79,61 @@ def test_a_function_has_a_plan_too():
     assert any(d.op == "linear" for d in plan)
 
 
+class Returning(nn.Module):
+    """A linear layer whose outputs are views of each other, buffers and inputs that are written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(32, 32), nn.BatchNorm1d(32)
+        self.register_buffer("seen", torch.zeros(32))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x.mul_(2)
+        y = self.linear(x)
+        self.seen.add_(y.detach().mean(0))
+        return y.view(-1), self.norm(y), y.t(), x, x.argmax(-1)
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_outputs_may_be_views_and_inputs_written_to(written):
+    c = compiled(Returning(), budget=0.05)
+    x = batches()[0][0].clone()
+    out = c(x.requires_grad_() * 1 if written else x)
+    out[1].square().sum().backward()
+    plan = dsmp.plan_of(c)
+    assert plan.program.drift == "gradients" and plan.solution.measured <= 0.05
+    assert {d.phase for d in plan if d.op == "linear"} >= {"fprop", "wgrad"}
+
+
+def test_every_head_is_measured():
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(32, 10), nn.Linear(32, 5)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.left(x), self.right(x)
+
+    c = compiled(Heads(), budget=0.1)
+    sum(y.square().mean() for y in c(batches()[0][0])).backward()
+    program = dsmp.plan_of(c).program
+    assert all(c.drift is not None for k in program.keys if "wgrad" in k for c in program.candidates[k][:2])
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Linear(32, 8), lambda: nn.Sequential(nn.Linear(32, 8), nn.ReLU())], ids=["linear", "sequential"]
+)
+def test_modules_of_torch_have_plans(make):
+    c = compiled(make())
+    c(batches()[0][0])
+    assert any(d.op == "linear" for d in dsmp.plan_of(c))
+    m = make()
+    torch._dynamo.reset()
+    m.compile(backend="dsmp", options={"hardware": "h800", "executor": "eager"})
+    m(batches()[0][0])
+    assert any(d.op == "linear" for d in dsmp.plan_of(m))
+
+
 def test_plan_of_names_what_has_none():
     for thing in (model(), print, compiled(model())):
         with pytest.raises(InvalidOptionError, match="first call"):

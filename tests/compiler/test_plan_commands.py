@@ -162,7 +162,9 @@ def test_figures_need_matplotlib(file: Path, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     target = tmp_path / "front.png"
     message = error_of(run("pareto", file, "-o", target, "--points", "3"))
-    assert message == "a figure needs matplotlib, which is not installed. Run pip install 'dsmp[plots]'."
+    assert message == (
+        "a figure needs matplotlib, which is not installed. Run pip install matplotlib (the extra [plots] of dsmp)."
+    )
     assert not target.exists()
     assert run("pareto", file, "--csv", tmp_path / "front.csv", "--points", "3").exit_code == 0
 

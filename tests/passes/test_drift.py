@@ -127,3 +127,77 @@ def test_a_training_step_is_judged_by_its_gradients():
     found = find_metric(graph.gm, None, 1)
     assert found.kind == "gradients"
     assert 0 not in found.outputs and len(found.outputs) == 2
+
+
+def test_outputs_that_do_not_count_samples_are_compared_as_a_whole():
+    """And measured so: the projections over samples add up to the drift of the whole."""
+    m = metric("l2", "values", 3)
+    generator = torch.Generator().manual_seed(0)
+    outputs = [
+        torch.randn((*shape, 1), generator=generator, dtype=torch.float64)[..., 0] for shape in ((8, 5), (3, 4), ())
+    ]
+    changes = [1e-3 * torch.randn((*y.shape, 1), generator=generator, dtype=torch.float64)[..., 0] for y in outputs]
+    drift = m.per_sample(outputs, [y + d for y, d in zip(outputs, changes, strict=True)])
+    whole = [(d.square().sum() / y.square().sum()) for y, d in zip(outputs, changes, strict=True)][1:]
+    assert m.samples(outputs) == 8 and drift.shape == (8,)
+    first = changes[0].square().sum(1) / outputs[0].square().sum(1)
+    assert torch.allclose(drift, (first + sum(whole)) / 3)
+    squares = [0.0, 0.0]
+    for _ in range(4000):
+        cotangents = m.cotangents(outputs, generator)
+        for i in (0, 1):
+            # the change of the whole, had it come from one sample alone
+            squares[i] += float((cotangents[i + 1] * changes[i + 1]).sum() ** 2) / 8 / 4000
+    assert squares == pytest.approx([float(w) / 3 for w in whole], rel=0.12)
+
+
+def test_gradients_of_rounding_noise_do_not_count():
+    m = metric("gradients", "values", 3)
+    gradients = [torch.randn(16, 8), 1e-8 * torch.randn(16), 1e-3 * torch.randn(8, 8)]
+    other = [gradients[0] * 1.01, torch.randn(16), gradients[2] * 1.01]
+    assert m.per_sample(gradients, other) == pytest.approx([1e-4], rel=1e-3)
+    found = m.cotangents(gradients, torch.Generator().manual_seed(0))
+    assert found[1] is None and found[0] is not None and found[2] is not None
+    other[1][3] = float("nan")
+    assert m.per_sample(gradients, other).isinf().all()
+    nothing = [torch.zeros(3), torch.zeros(2), torch.zeros(2)]
+    assert m.per_sample(nothing, nothing).tolist() == [0.0] and m.cotangents(nothing, torch.Generator()) == [None] * 3
+
+
+def test_classes_that_are_ruled_out_have_no_part_in_kl():
+    y = outputs_of("kl", "logits").double()
+    ruled_out = y.clone()
+    ruled_out[..., 5:] = -torch.inf
+    m = metric("kl", "logits")
+    assert torch.allclose(
+        m.per_sample([ruled_out], [ruled_out + y * 0.1]), m.per_sample([y[..., :5]], [y[..., :5] * 1.1])
+    )
+    assert torch.allclose(m.entropy([ruled_out]), m.entropy([y[..., :5]]))
+
+
+@pytest.mark.parametrize(
+    ("body", "form"),
+    [
+        (lambda y: y.softmax(-1), "probabilities"),
+        (lambda y: y.log_softmax(2), "logits"),
+        (lambda y: y.softmax(1), None),
+        (lambda y: y.log_softmax(1), None),
+        (lambda y: y.softmax(-1).mT, None),
+        (lambda y: y.softmax(-1).flatten(1), None),
+        (lambda y: y.softmax(-1).reshape(-1, 5), "probabilities"),
+        (lambda y: y, "logits"),
+        (lambda y: y.mT, None),
+        (lambda y: y.reshape(2, 30), None),
+    ],
+)
+def test_distributions_lie_along_the_last_dimension(body, form):
+    linear = nn.Linear(4, 5)
+    graph = dsmp.compiler.capture.capture(lambda x: body(linear(x)), (torch.randn(2, 6, 4),), training=False).graphs[0]
+    found = find_metric(graph.gm, None, 1)
+    assert found == Metric(kind="kl" if form else "l2", outputs=(0,), form=form or "values")
+
+
+def test_convolutions_have_no_classes():
+    conv = nn.Conv1d(4, 6, 3)
+    graph = dsmp.compiler.capture.capture(conv, (torch.randn(2, 4, 9),), training=False).graphs[0]
+    assert find_metric(graph.gm, None, 1).kind == "l2"

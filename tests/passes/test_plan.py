@@ -87,6 +87,8 @@ def programs(draw):
     keys = [f"layers.{i}|fprop|linear|0" for i in range(draw(st.integers(1, 3)))]
     ways = st.lists(CANDIDATES, min_size=1, max_size=3, unique_by=lambda c: c.label)
     candidates = {key: draw(ways) for key in keys}
+    for found in candidates.values():  # one of them may be taken
+        found[0] = found[0].model_copy(update={"blocked": None})
     some = st.lists(st.sampled_from(keys), max_size=3, unique=True)
     copies = st.builds(
         Copy, value=st.sampled_from([*keys, "x"]), format=FORMAT, recipe=RECIPE,
