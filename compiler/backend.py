@@ -29,7 +29,7 @@ from ..passes.select_default import rules_without_a_node, select_default
 from .calibrated import Calibration, plan_from_measurement
 from .capture import Capture, key_graph
 from .execution import apply_decisions
-from .frame_recording import record_frame
+from .frame_recording import bind_to_weights, record_frame
 from .identity import frame_names, module_paths
 from .options import Options, parse_options
 from .pipeline import assemble_plan, check_plan_hardware, log, report_undecided
@@ -53,6 +53,7 @@ def dsmp(
     names = frame_names()
     running = running_device(example_inputs, checked.hardware_file)
     if checked.budget is not None:
+        bind_to_weights(gm, example_inputs)
         checked = replace(checked, plan=_plan_from_first_batch(gm, example_inputs, checked, names, running), rules=[])
     if checked.plan is not None:
         whole = remember(checked.plan)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.guards import GuardBuilder
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -65,6 +66,17 @@ def record_frame(
 def _keyed(graph: fx.GraphModule, inputs: Sequence[Any], names: ModuleNames) -> CapturedGraph:
     parameters = parameter_nodes(graph, parameter_indices(inputs))
     return CapturedGraph(gm=graph, parameters=parameters, keys=key_graph(graph, names, parameters))
+
+
+def bind_to_weights(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Have Dynamo compile again for other weights: what was measured on one model is not true of the next one of its
+    class, whose frames look alike. Called while the frame is being compiled."""
+    context = torch._guards.TracingContext.try_get()
+    for node, value in zip(placeholders(gm), example_inputs, strict=False):
+        source = getattr(node, "_dynamo_source", None)
+        if context is not None and source is not None and isinstance(value, nn.Parameter):
+            context.guards_context.dynamo_guards.add(source.make_guard(GuardBuilder.ID_MATCH))
+            return
 
 
 def _traced(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[Any]]:

@@ -153,3 +153,28 @@ def test_bad_options_are_named(options, error, message):
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=message) as caught:
         compiled(model(), **options)(*batches()[0])
     assert isinstance(caught.value.inner_exception, error)
+
+
+def test_another_model_of_the_class_is_measured_by_itself():
+    first, second = model(), model()
+    second.head.weight.data.mul_(3.0)
+    torch._dynamo.reset()
+    options = {"hardware": "h800", "executor": "eager", "budget": 0.02}
+    both = [torch.compile(m, backend="dsmp", options=options) for m in (first, second)]
+    with torch.no_grad():
+        for c in (*both, *both):
+            c(*batches()[0])
+    plans = [dsmp.plan_of(c) for c in both]
+    assert plans[0].program.loss != pytest.approx(plans[1].program.loss, rel=0.01)
+
+
+def test_evaluation_between_epochs_leaves_the_plan_of_training(tmp_path):
+    m = model().train()
+    c = compiled(m, budget="2%", save_plan=tmp_path / "plan.json")
+    c(*batches()[0]).sum().backward()
+    trained = dsmp.plan_of(c)
+    m.eval()
+    with torch.no_grad():
+        c(*batches()[0])
+    assert dsmp.plan_of(c) == trained == dsmp.load_plan(tmp_path / "plan.json")
+    assert any(d.phase == "wgrad" for d in trained)
