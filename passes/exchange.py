@@ -34,13 +34,15 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopyChange:
-    """One shared copy before and after: who reads it, and microseconds (0 where nobody reads it)."""
+    """One shared copy before and after: who reads it, and microseconds (0 where nobody reads it); `barred_then` where
+    the value would be stored too narrow for it."""
 
     copy: Copy
     readers: tuple[str, ...]
     readers_then: tuple[str, ...]
     time_us: float
     time_us_then: float
+    barred_then: bool = False
 
 
 class Exchanges:
@@ -117,6 +119,7 @@ class Exchanges:
                     readers_then=then,
                     time_us=self._price(copy, self.labels.get(copy.value)) if now else 0.0,
                     time_us_then=self._price(copy, source_then) if then else 0.0,
+                    barred_then=bool(then) and source_then in copy.barred,
                 )
             )
         return found

@@ -133,6 +133,8 @@ class _Explainer:
             change = self.exchanges.change(self.group, wanted.label)
         path = critical_path(self.plan, self.exchanges.chosen)
         constraint = self._constraint(want, wanted, change)
+        if constraint is not None and constraint.code == "stored-too-narrow":
+            change = None  # its time is a penalty, no prediction
         limit = self.solution.limit
         return Explanation(
             key=decision.key, op=decision.op, hardware=self.plan.hardware, reason=self.node.reason.text,
@@ -174,6 +176,13 @@ class _Explainer:
             if other is None or other.blocked is not None:
                 why = other.blocked.text if other is not None and other.blocked is not None else "it is no candidate"
                 return Constraint(code="tie", text=f"tied with {key}, which cannot take {wanted.label}: {why}")
+        narrow = next((c for c in self.exchanges.copies(self.group, wanted.label) if c.barred_then), None)
+        if narrow is not None:
+            text = (
+                f"{narrow.copy.value} would be stored for readers that round it themselves, and "
+                f"{narrow.readers_then[0]} wants it in {narrow.copy.format}"
+            )
+            return Constraint(code="stored-too-narrow", text=text)
         assert change is not None
         return self._weighed(wanted, change)
 

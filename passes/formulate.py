@@ -106,6 +106,7 @@ def _priced(
 ) -> Copy:
     """A copy with its time by the labels of the node that computes the value; labels for which it is free left out."""
     source = nodes.get(str(key_of(copy.source)))
+    barred: list[str] = []
     if source is None:
         value, times = copy.source.name, {"": model.copy_time(copy, None)}
     else:
@@ -116,8 +117,9 @@ def _priced(
             for output in by_output:
                 if output not in (source.traced, copy.format):
                     by_output[output] = _PROHIBITIVE * involved
+                    barred += [w.label for w in source.allowed if w.output == output]
         times = {w.label: by_output[w.output] for w in source.allowed if by_output[w.output]}
-    return Copy(value=value, format=copy.format, recipe=copy.recipe, time_us=times, readers=copy.readers)
+    return Copy(value=value, format=copy.format, recipe=copy.recipe, time_us=times, readers=copy.readers, barred=barred)
 
 
 def _reads(graphs: Iterable[fx.GraphModule]) -> dict[str, list[str]]:

@@ -54,13 +54,15 @@ class Candidate(PlanModel):
 class Copy(PlanModel):
     """A converted copy of a value that several nodes read: `value` is the key of the node that computes it, or the name
     of an input. `time_us` is the time of making it by the label of that node (by `""` for an input). `readers` lists,
-    per node, the labels under which it reads the copy."""
+    per node, the labels under which it reads the copy. Under the labels in `barred` the value is stored too narrow for
+    the copy: their time is a penalty, no prediction."""
 
     value: str
     format: FormatName
     recipe: RecipeName = "none"
     time_us: dict[str, Annotated[float, Field(ge=0)]]
     readers: dict[KeyText, list[str]]
+    barred: list[str] = Field(default_factory=list)
 
 
 class Program(PlanModel):

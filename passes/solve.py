@@ -58,7 +58,8 @@ def solve_program(program: Program, *, drift: float = math.inf, saved_bytes: flo
         price_us_per_byte=assignment.memory_price,
         binding=list(assignment.binding),
     )
-    reasons = {key: _reason(program.candidates[key], c, solution, assignment) for key, c in chosen.items()}
+    barred = _barred(program, chosen)
+    reasons = {key: _reason(_open(program, key, barred), c, solution, assignment) for key, c in chosen.items()}
     return Solved(chosen=chosen, reasons=reasons, solution=solution)
 
 
@@ -70,6 +71,25 @@ def _check_drifts(program: Program) -> None:
                 f"{key}: the candidate {unknown.label} has no drift and is not blocked, so no budget can hold. Block "
                 "it, or write the drift that was measured."
             )
+
+
+def _barred(program: Program, chosen: Mapping[str, Candidate]) -> set[tuple[str, str]]:
+    """(key, label) of what the readers of a value rule out with the candidates that they take."""
+    return {
+        (copy.value, label)
+        for copy in program.copies
+        if copy.barred and any(chosen[k].label in wanted for k, wanted in copy.readers.items())
+        for label in copy.barred
+    }
+
+
+def _open(program: Program, key: str, barred: set[tuple[str, str]]) -> list[Candidate]:
+    """A node's candidates with those blocked that its readers rule out."""
+    why = Reason(code="readers", text="kept as traced: a reader takes it wider than it could be stored")
+    return [
+        c.model_copy(update={"blocked": why}) if (key, c.label) in barred and c.blocked is None else c
+        for c in program.candidates[key]
+    ]
 
 
 def priced(candidate: Candidate, solution: Solution) -> float:
