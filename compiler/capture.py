@@ -7,6 +7,7 @@ come out as they do at run time. A model on the meta device runs on the meta dev
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 import time
@@ -126,27 +127,32 @@ def _capture_calls(
 
     torch._dynamo.reset()
     state = ModelState(model, (args, kwargs))
+    failed = f"{type(model).__name__} failed on the example inputs"
     try:
         with (
+            failures_as(CaptureError, failed, "Check that the model runs on these inputs without dsmp."),
             torch._dynamo.config.patch(suppress_errors=False, optimize_ddp=False),
             torch.set_grad_enabled(training),
             uncompiled(model) as plain,
         ):
             torch.compile(plain, backend=record)(*args, **kwargs)
-    except DsmpError:
-        raise
-    except Exception as error:
-        inner = error.__cause__ if isinstance(error.__cause__, DsmpError) else None
-        if inner is not None:
-            raise inner from error
-        raise CaptureError(
-            f"{type(model).__name__} failed on the example inputs: {failure_text(error)}. "
-            "Check that the model runs on these inputs without dsmp."
-        ) from error
     finally:
         torch._dynamo.reset()
         state.restore()
     return graphs
+
+
+@contextlib.contextmanager
+def failures_as(kind: type[DsmpError], failed: str, remedy: str) -> Iterator[None]:
+    """Tell what goes wrong while a model runs as one error of ours: the one that a backend raised, else `kind`."""
+    try:
+        yield
+    except DsmpError:
+        raise
+    except Exception as error:
+        if isinstance(error.__cause__, DsmpError):
+            raise error.__cause__ from error
+        raise kind(f"{failed}: {failure_text(error)}. {remedy}") from error
 
 
 def failure_text(error: Exception) -> str:

@@ -22,7 +22,7 @@ from ..errors import CalibrationError, CaptureError, DsmpError
 from ..passes.graph import placeholders
 from ..passes.keys import ModuleNames, plain_path
 from .batches import Batch
-from .capture import CapturedGraph, failure_text, key_graph
+from .capture import CapturedGraph, failures_as, key_graph
 from .capture_state import ModelState, uncompiled
 from .identity import frame_names, module_names
 from .objective import LOSS, Objective, traced_step
@@ -129,18 +129,9 @@ _NOTHING_TO_TRAIN = (
 @contextlib.contextmanager
 def explained(number: int) -> Iterator[None]:
     """What goes wrong with a batch, told as such."""
-    try:
+    remedy = "Each batch must be what the model is called with."
+    with failures_as(CalibrationError, f"calibration batch {number} does not fit the model", remedy):
         yield
-    except DsmpError:
-        raise
-    except Exception as error:
-        inner = error.__cause__ if isinstance(error.__cause__, DsmpError) else None
-        if inner is not None:
-            raise inner from error
-        raise CalibrationError(
-            f"calibration batch {number} does not fit the model: {failure_text(error)}. Each batch must be what the "
-            "model is called with."
-        ) from error
 
 
 class _Function(nn.Module):

@@ -9,7 +9,7 @@ kept for the backward pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Literal, Self
 
@@ -118,10 +118,6 @@ class Program(PlanModel):
         if self.drift == "gradients":
             return drift
         return drift / self.loss if self.loss else math.inf
-
-    def forced(self, key: str, allowed: Callable[[Candidate], bool], why: Reason) -> list[Candidate]:
-        """A node's candidates with those that are not `allowed` blocked."""
-        return [c if allowed(c) else c.model_copy(update={"blocked": why}) for c in self.candidates[key]]
 
     def problem(self, *, drift: float = math.inf, saved_bytes: float = math.inf) -> AssignmentProblem:
         """The program as numbers, with budgets on the sum of drifts and on saved bytes."""
