@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,13 +38,18 @@ def with_candidates(program: Program, candidates: Mapping[str, list[Candidate]])
     return _changed(program, candidates=dict(candidates))
 
 
+def _only(program: Program, key: str, allowed: Callable[[Candidate], bool], why: Reason) -> list[Candidate]:
+    """A node's candidates with those that are not `allowed` blocked."""
+    return [c if allowed(c) else c.model_copy(update={"blocked": why}) for c in program.candidates[key]]
+
+
 def between(program: Program, gemms: Collection[str], *, narrowest: int = 0, widest: int = 64) -> Program:
     """A program in which GEMMs multiply in formats of `narrowest` to `widest` bits, as traced where they may not."""
     why = Reason(code="bench", text=f"formats of {narrowest} to {widest} bits are compared")
     candidates = dict(program.candidates)
     for key in gemms:
         if any(narrowest <= _bits(c) <= widest for c in program.allowed[key]):
-            candidates[key] = program.forced(key, lambda c: narrowest <= _bits(c) <= widest, why)
+            candidates[key] = _only(program, key, lambda c: narrowest <= _bits(c) <= widest, why)
     return with_candidates(program, candidates)
 
 
@@ -57,7 +62,7 @@ def with_low_format(program: Program, gemms: Collection[str], arithmetic: str) -
     why = Reason(code="bench", text=f"of the narrow formats only {arithmetic} is compared")
     candidates = dict(program.candidates)
     for key in gemms:
-        candidates[key] = program.forced(key, lambda c: not is_low(c) or split_label(c.label)[0] == arithmetic, why)
+        candidates[key] = _only(program, key, lambda c: not is_low(c) or split_label(c.label)[0] == arithmetic, why)
     return with_candidates(program, candidates)
 
 

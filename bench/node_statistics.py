@@ -131,7 +131,7 @@ class _Tap:
                         error = gradient.detach() * (_product(function(*rounded, **kwargs)) - kept)
                         statistics.gradient[gemm_label(compute, recipe)] += float(error.square().sum())
 
-            exact.register_hook(score)  # type: ignore[no-untyped-call]
+            exact.register_hook(score)
         return result
 
     def _operands(self, node: fx.Node, args: Sequence[Any], statistics: NodeStatistics) -> None:

@@ -15,6 +15,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -94,7 +95,7 @@ def rows_for(name: str) -> list[Row]:
     nodes = sum(len(g.key_texts()) for g in capture)
     rows: list[Row] = []
     for tied in (True, False):
-        formulated = _timed(lambda tied=tied: formulate(graphs, resolve_hardware("h800"), drawn_drift, tied=tied))
+        formulated = _timed(partial(formulate, graphs, resolve_hardware("h800"), drawn_drift, tied=tied))
         for text, formats in FORMATS.items():
             program = restricted(formulated[0], formats)
             problem = program.problem()

@@ -67,7 +67,7 @@ def test_tie() -> None:
     _, program = sample_program(2)
     _, k, _ = program.ties[0]
     why = Reason(code="veto-integer", text="an operand holds integers")
-    blocked = program.forced(k, lambda c: c.compute != "fp8_e4m3", why)
+    blocked = [c.model_copy(update={"blocked": why}) if c.compute == "fp8_e4m3" else c for c in program.candidates[k]]
     plan = with_program(program.model_copy(update={"candidates": {**program.candidates, k: blocked}}), 1e-2)
     found = asked(plan, Q, "fp8_e4m3")
     assert found.constraint is not None
