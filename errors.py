@@ -203,3 +203,26 @@ class NotDifferentiableError(DsmpError):
 
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(f"sensitivities cannot be measured through {what}. {remedy}")
+
+
+class UnknownTargetError(DsmpError):
+    """An instruction set for which there are no kernels."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        super().__init__(_unknown("target", name, known, "Use one of the known names, or a device that has one."))
+
+
+class MissingToolError(DsmpError):
+    """A tool of the triton package that reads machine code is not there, or does not run here."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} of the triton package cannot be run. Reinstall triton from its wheel for Linux.")
+
+
+class KernelUnavailableError(DsmpError):
+    """An implementation that was asked for by name and cannot serve the node."""
+
+
+class SilentFallbackError(DsmpError):
+    """Under strict, a node that was planned narrow would run wide, or simulated on the device that it was planned
+    for."""
