@@ -19,7 +19,7 @@ from .errors import DsmpError
 
 if TYPE_CHECKING:
     from .compiler.capture import Capture, capture
-    from .compiler.plan_registry import plan_of
+    from .compiler.plan_registry import audit, plan_of
     from .compiler.planning import measure_scores, plan
     from .hardware_db.capability import Device, Verdict
     from .hardware_db.detect import resolve_hardware
@@ -36,6 +36,7 @@ _HOMES = {
     "PrecisionPlan": ".passes.plan",
     "Rule": ".passes.plan",
     "Verdict": ".hardware_db.capability",
+    "audit": ".compiler.plan_registry",
     "capture": ".compiler.capture",
     "Scores": ".passes.scores",
     "load_plan": ".passes.plan",
@@ -55,6 +56,7 @@ __all__ = [
     "Rule",
     "Scores",
     "Verdict",
+    "audit",
     "capture",
     "load_plan",
     "load_scores",

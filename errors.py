@@ -7,9 +7,10 @@ line prints without a traceback.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _SHOWN = 12
+_NODES_SHOWN = 8
 
 
 class DsmpError(Exception):
@@ -226,3 +227,42 @@ class KernelUnavailableError(DsmpError):
 class SilentFallbackError(DsmpError):
     """Under strict, a node that was planned narrow would run wide, or simulated on the device that it was planned
     for."""
+
+
+class TieError(DsmpError):
+    """Nodes that must take the same format but share none.
+
+    `nodes` are their numbers in the problem, `names` their keys where the problem knows them.
+    """
+
+    def __init__(self, nodes: Sequence[int], names: Sequence[str] = ()) -> None:
+        self.nodes, self.names = tuple(nodes), tuple(names)
+        super().__init__(
+            f"{len(self.nodes)} tied nodes ({_listed(self.nodes, self.names)}) have no format in common. Take back the "
+            "rules that ask for different formats of them, or untie them (tied=False, on the command line --untied)."
+        )
+
+
+class UnreachableBudgetError(BudgetError):
+    """A budget that no choice of formats meets: the least that can be reached, and the nodes that stand in the way.
+
+    `nodes` are the fewest nodes without which the budget could be met, `names` their keys where the problem knows them.
+    """
+
+    def __init__(
+        self, name: str, budget: float, least: float, nodes: Sequence[int], given: str = "", names: Sequence[str] = ()
+    ) -> None:
+        self.name, self.budget, self.least, self.nodes, self.names = name, budget, least, tuple(nodes), tuple(names)
+        unit = " bytes" if name == "memory" else ""
+        super().__init__(
+            f"the {name} budget of {budget:,.4g}{unit} cannot be met{given}: the least that can be reached is "
+            f"{least:,.4g}{unit}. What binds: {_listed(self.nodes, self.names)}. Raise the budget, or take back the "
+            "rules and limits on these nodes."
+        )
+
+
+def _listed(nodes: Sequence[int], names: Sequence[str]) -> str:
+    """The first of some nodes by key, else by number, and how many more there are."""
+    shown = [*names[:_NODES_SHOWN]] or [f"node {n}" for n in nodes[:_NODES_SHOWN]]
+    more = len(nodes) - len(shown)
+    return f"{', '.join(shown)}{f' and {more:,} more' if more > 0 else ''}"

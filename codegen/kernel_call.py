@@ -6,7 +6,7 @@ kernel to compile for a target; on CPU tensors it is interpreted, on a GPU's it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,8 +37,8 @@ class KernelCall:
     """A kernel with everything it is launched with.
 
     name: of the specialised kernel, e.g. `gemm_e4m3_bf16`. `arguments`: run-time arguments by parameter name (tensors,
-    ints, floats, bools, None for a pointer that is not there); `constants`: constexpr parameters by name. `grid`: numbers of programs.
-    `operand_format`: the format that matrix instructions multiply in, None where there is no product.
+    ints, floats, bools, None for a pointer that is not there); `constants`: constexpr parameters by name. `grid`:
+    numbers of programs. `operand_format`: the format that matrix instructions multiply in, None without a product.
     """
 
     name: str
@@ -49,9 +49,8 @@ class KernelCall:
     config: Config
     operand_format: str | None = None
 
-    def run(self, wrap: Callable[[JITFunction], Any] = lambda kernel: kernel) -> None:
-        """Interpret the kernel if its tensors are on the CPU, else launch it. `wrap`: `torch.library.wrap_triton` for
-        a launch that a compiler traces."""
+    def run(self) -> None:
+        """Interpret the kernel if its tensors are on the CPU, else launch it on the current stream."""
         if 0 in self.grid:
             return
         devices = {a.device.type for a in self.arguments.values() if isinstance(a, Tensor)}
@@ -59,8 +58,9 @@ class KernelCall:
             interpret(self.kernel, self.grid, {**self.arguments, **self._constants(interpreted=True)})
             return
         options = {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages, **self.config.options}
-        with torch.cuda.device_of(next(a for a in self.arguments.values() if isinstance(a, Tensor))):
-            wrap(self.kernel)[self.grid](**self.arguments, **self._constants(interpreted=False), **options)
+        first = next(a for a in self.arguments.values() if isinstance(a, Tensor))
+        with torch.cuda.device(first.device):
+            self.kernel[self.grid](**self.arguments, **self._constants(interpreted=False), **options)
 
     def _constants(self, *, interpreted: bool) -> dict[str, Any]:
         """Constexprs; kernels that must know how they are run have one of the name INTERPRETED."""

@@ -50,7 +50,7 @@ _AMD_PATTERNS = {
     "fp8_e5m2": r"_bf8_bf8|f8f6f4",
     "fp8_e4m3fnuz": r"_fp8_fp8",
     "fp8_e5m2fnuz": r"_bf8_bf8",
-    "int8": r"_i?u?i8$|_iu8",
+    "int8": r"i8$|_iu8",
 }
 
 

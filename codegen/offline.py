@@ -69,14 +69,14 @@ def _specialize(call: KernelCall) -> tuple[dict[str, str], dict[str, Any], dict[
     attributes: dict[tuple[int, ...], Any] = {}
     for index, parameter in enumerate(call.kernel.params):
         name = parameter.name
-        value = given[name] if name in given else parameter.default
+        value = given.get(name, parameter.default)
         aligned = False
         if name in constexprs or value is None or (type(value) is int and value == 1):
             signature[name], constants[name] = "constexpr", value
             continue
         if isinstance(value, Tensor):
             signature[name] = f"*{TRITON_TYPES[value.dtype]}"
-            aligned = value.storage_offset() * value.element_size() % 16 == 0
+            aligned = int(value.storage_offset()) * value.element_size() % 16 == 0
         elif isinstance(value, bool):
             signature[name] = "i1"
         elif isinstance(value, int):

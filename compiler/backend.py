@@ -7,9 +7,12 @@ partitioning.
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import json
+import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +23,7 @@ from torch import fx
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from ..codegen.lower_products import Lowering
 from ..errors import PlanHardwareError, UnknownHardwareError
 from ..hardware_db.capability import Device
 from ..hardware_db.detect import detect, resolve_hardware
@@ -33,8 +37,8 @@ from .frame_recording import bind_to_weights, record_frame
 from .identity import frame_names, module_paths
 from .options import Options, parse_options
 from .pipeline import assemble_plan, check_plan_hardware, log, report_undecided
-from .plan_registry import compiled_name, remember
-from .tracing import compile_eagerly, explicit_precision, parameter_indices, parameter_nodes
+from .plan_registry import being_compiled, compiled_name, defer, remember, remember_audit
+from .tracing import compile_eagerly, explicit_precision, fake_inputs, parameter_indices, parameter_nodes, trace
 
 
 def dsmp(
@@ -52,21 +56,36 @@ def dsmp(
     checked = parse_options(options)
     names = frame_names()
     running = running_device(example_inputs, checked.hardware_file)
+    target = being_compiled()
     if checked.budget is not None:
         bind_to_weights(gm, example_inputs)
-        checked = replace(checked, plan=_plan_from_first_batch(gm, example_inputs, checked, names, running), rules=[])
+        plan = _plan_from_first_batch(gm, example_inputs, checked, names, running, compiled_name(target))
+        checked = replace(checked, plan=plan, rules=[])
     if checked.plan is not None:
-        whole = remember(checked.plan)
+        whole = remember(checked.plan, target)
         if checked.save_plan is not None:
             whole.save(checked.save_plan)
-    graph_pass = PrecisionPass(checked, running, names, parameter_indices(example_inputs), module_paths(gm, names))
+    graph_pass = PrecisionPass(
+        checked, running, names, parameter_indices(example_inputs), module_paths(gm, names), target
+    )
     if checked.executor == "eager":
         return compile_eagerly(gm, example_inputs, graph_pass.apply)
     patches: dict[str, Any] = dict(torch._inductor.list_mode_options(mode)) if mode else {}
     # Casts that a user wrote, or that a simulated plan needs, keep their rounding inside fused kernels.
     patches |= {"joint_custom_pre_pass": graph_pass, "emulate_precision_casts": True}
+    graph, inputs = copy.deepcopy(gm.graph), fake_inputs(example_inputs)
     with explicit_precision():
-        return cast("Callable[..., Any]", compile_fx(gm, list(example_inputs), config_patches=patches))
+        compiled = cast("Callable[..., Any]", compile_fx(gm, list(example_inputs), config_patches=patches))
+    if not graph_pass.ran:  # Inductor's caches had the graph
+
+        def find_out() -> None:
+            graph_pass.apply(trace(fx.GraphModule(gm, graph), inputs))
+
+        if checked.strict:
+            find_out()
+        else:
+            defer(target, find_out)
+    return compiled
 
 
 def running_device(example_inputs: Sequence[Any], hardware_files: Sequence[Path] = ()) -> Device:
@@ -76,13 +95,18 @@ def running_device(example_inputs: Sequence[Any], hardware_files: Sequence[Path]
 
 
 def _plan_from_first_batch(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, names: ModuleNames, running: Device
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    names: ModuleNames,
+    running: Device,
+    source: str,
 ) -> PrecisionPlan:
     """Measure the graph on the batch that it is compiled for, and solve for the fastest formats within the budget."""
     own = options.hardware in (None, "auto", running.id)
     device = running if own else resolve_hardware(options.hardware, options.hardware_file)
     frame, call = record_frame(gm, example_inputs, names)
-    captured = Capture(source=compiled_name(), graphs=[frame])
+    captured = Capture(source=source, graphs=[frame])
     calibration = Calibration(budget=options.budget, memory=options.memory, drift=options.drift)
     measurement = calibration.score([call], [device], source=captured.source)
     return plan_from_measurement(captured, device, measurement, calibration, rules=options.rules).plan
@@ -98,8 +122,11 @@ class PrecisionPass(CustomGraphPass):
         names: ModuleNames,
         parameter_indices: frozenset[int],
         module_paths: Sequence[str] = (),
+        target: Any = None,
     ) -> None:
         self.options = options
+        self.target = None if target is None else weakref.ref(target)
+        self.ran = False
         self.names = names
         self.parameter_indices = parameter_indices
         self.module_paths = module_paths
@@ -137,16 +164,38 @@ class PrecisionPass(CustomGraphPass):
         parameters = parameter_nodes(gm, self.parameter_indices)
         key_graph(gm, self.names, parameters)
         decisions = self._decisions(gm, parameters)
-        report = apply_decisions(
+        applied = apply_decisions(
             gm,
             decisions,
             storage=self.device.storage,
             same_device=self.device.id == self.running.id,
             parameters=parameters,
+            lowering=self._lowering(),
         )
+        self.ran = True
         plan = self.options.plan
         if plan is not None:
-            report_undecided(report.undecided, plan.model.source, strict=self.options.strict)
+            report_undecided(applied.report.undecided, plan.model.source, strict=self.options.strict)
+        if applied.audit is not None:
+            remember_audit(applied.audit, self._target())
+            if self.options.strict:
+                applied.audit.check()
+                print(f"dsmp: {compiled_name(self._target())} on {self.device.id}: {applied.audit}", file=sys.stderr)
+
+    def _target(self) -> Any:
+        return None if self.target is None else self.target()
+
+    def _lowering(self) -> Lowering:
+        """How products run: native kernels on the planned device alone; the interpreter needs tensors on a CPU."""
+        options = self.options
+        native = self.device.id == self.running.id and options.kernels == "auto"
+        return Lowering(
+            device=self.device,
+            native=native,
+            interpret=options.kernels == "interpret" and self.running.kind == "cpu",
+            forced=options.implementations,
+            without=options.without,
+        )
 
     def _decisions(self, gm: fx.GraphModule, parameters: frozenset[fx.Node]) -> Mapping[str, Decision]:
         plan, rules = self.options.plan, self.rules
@@ -157,7 +206,8 @@ class PrecisionPass(CustomGraphPass):
         for rule in rules_without_a_node(self.options.rules, made):
             log.warning("rule %r -> %s matches no node of this graph that can follow it", rule.match, rule.format)
         if plan is None:
-            remember(assemble_plan(compiled_name(), self.device, [selection], rules))
+            target = self._target()
+            remember(assemble_plan(compiled_name(target), self.device, [selection], rules), target)
             return made
         # A replayed plan with extra rules: the rules win, everything else is as planned.
         ruled = {k: d for k, d in made.items() if d.reason.code == "rule"}
@@ -180,6 +230,7 @@ class PrecisionPass(CustomGraphPass):
                 self.device.measured.model_dump_json() if self.device.measured else None,
                 self.running.id,
                 self.options.strict,
+                [self.options.kernels, sorted(self.options.implementations.items()), sorted(self.options.without)],
                 list(self.module_paths),
                 sorted(self.parameter_indices),
             ]
@@ -192,7 +243,7 @@ def _source_hash() -> str:
     """Hash over all of dsmp's sources and data: another version of the code must not find this one's cached graphs."""
     root = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
-    for folder in ("", "hardware_db", "hardware_db/data", "passes", "codegen", "compiler"):
+    for folder in ("", "hardware_db", "hardware_db/data", "passes", "codegen", "codegen/kernels", "compiler"):
         for file in sorted((root / folder).glob("*.*")):
             if file.suffix in (".py", ".toml"):
                 digest.update(file.read_bytes())

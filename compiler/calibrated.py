@@ -12,6 +12,7 @@ from torch import nn
 from ..errors import CalibrationError, InvalidOptionError
 from ..hardware_db.capability import Device
 from ..passes.budget_text import DEFAULT_BUDGET, parse_budget, parse_memory
+from ..passes.exchange import labels_of
 from ..passes.formulate import formulate
 from ..passes.plan import Budget, PrecisionPlan, Rule, follow, given_keys
 from ..passes.program import Cost, DriftKind, Program, Solution
@@ -25,6 +26,7 @@ from .pipeline import make_plan
 from .recording import RecordedCall, record_calls
 from .repair import measured_solution, repair
 from .scoring import Measurement, device_labels, gemm_keys, mean_loss, measure, scores_fingerprint
+from .simulated import without_simulated
 from .trial import Trial
 
 Tell = Callable[[str, int, int], None]
@@ -239,9 +241,12 @@ def _program(
     check_measurable(captured, training=False)
     graphs = [(g.gm, g.parameters) for g in captured]
     program = formulate(graphs, device, scores, cost=settings.cost, tied=settings.tied)
+    program = program.model_copy(update={"default": labels_of(base.nodes, program)})
     if base.prediction.saved_bytes_fp32:
         program = _saving(program, base.prediction.saved_bytes_fp32)
-    return force(program, given_keys(rules, program)) if rules else program
+    if rules:
+        program = force(program, given_keys(rules, program))
+    return without_simulated(program, base.by_key, device)
 
 
 def _saving(program: Program, traced_bytes: int) -> Program:

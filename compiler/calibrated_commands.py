@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import cast
@@ -41,17 +42,15 @@ def _first_set(arguments: CalibrationArguments) -> str:
     return names[0].replace("_", "-")
 
 
-def calibrated_plans(
-    arguments: CalibrationArguments,
-    loaded: LoadedModel,
-    captured: Capture,
-    devices: Sequence[Device],
-    rules: Sequence[Rule],
-    stages: Stages,
-    *,
-    training: bool,
-) -> list[PrecisionPlan]:
-    """One calibrated plan for each device, from one measurement of a loaded model. Raises DsmpError."""
+@contextlib.contextmanager
+def calibration_settings(arguments: CalibrationArguments | None) -> Iterator[Calibration | None]:
+    """What calibration is asked for, checked, with its batches read; the user's code stays importable in the block.
+
+    None for no calibration. Raises InvalidOptionError, BudgetError, CalibrationError, LossError.
+    """
+    if arguments is None:
+        yield None
+        return
     if arguments.calibrate is None:
         for option, value in (("--loss", arguments.loss), ("--save-scores", arguments.save_scores)):
             if value is not None:
@@ -64,25 +63,36 @@ def calibrated_plans(
     if arguments.calibrate is None:
         if arguments.scores is None:
             raise InvalidOptionError(f"--{_first_set(arguments)}", "given", "with --calibrate, or with --scores")
+        yield settings
+        return
+    with calibration_code(arguments.calibrate, arguments.loss) as (batches, loss):
+        yield replace(settings, batches=batches, loss=loss).read()
+
+
+def calibrated_plans(
+    arguments: CalibrationArguments,
+    settings: Calibration,
+    loaded: LoadedModel,
+    captured: Capture,
+    devices: Sequence[Device],
+    rules: Sequence[Rule],
+    stages: Stages,
+    *,
+    training: bool,
+) -> list[PrecisionPlan]:
+    """One calibrated plan for each device, from one measurement of a loaded model. Raises DsmpError."""
+    if arguments.scores is not None:
         scores = load_scores(arguments.scores)
         with stages.stage("solving", "solving"):
             return [plan_from_scores(captured, d, scores, settings, rules=rules) for d in devices]
     if loaded.module is None:
         raise InvalidOptionError("--calibrate", loaded.source, "a module: calibrate before exporting it")
     check_measurable(captured, training)
-    with calibration_code(arguments.calibrate, arguments.loss) as (batches, loss):
-        settings = replace(settings, batches=batches, loss=loss).read()
-        with stages.stage("calibration", f"measuring on {len(settings.batches)} batches") as tell:
-            whole = arguments.save_scores is not None
-            measurement = settings.measure(
-                loaded.module,
-                devices,
-                training=training,
-                source=captured.source,
-                captured=captured,
-                whole=whole,
-                tell=tell,
-            )
+    with stages.stage("calibration", f"measuring on {len(settings.batches)} batches") as tell:
+        measurement = settings.measure(
+            loaded.module, devices, training=training, source=captured.source, captured=captured,
+            whole=arguments.save_scores is not None, tell=tell,
+        )  # fmt: skip
     if arguments.save_scores is not None:
         measurement.scores.save(arguments.save_scores)
     with stages.stage("solving and testing", "solving") as tell:

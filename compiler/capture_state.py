@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import random
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,14 +20,14 @@ from torch.utils._pytree import tree_leaves
 
 class ModelState:
     """What one call of a model may change: attributes and buffers of its modules, tensors among its inputs, and the
-    random states of torch, Python and NumPy.
+    random states of torch, Python and NumPy. The modules of a function are those that it can reach (`modules_of`).
 
     Parameters are not copied: a model that overwrites its parameters in its own forward pass keeps what it wrote.
     Modules that find their shapes at the first call (`nn.LazyLinear`) stay initialised.
     """
 
     def __init__(self, model: nn.Module | Callable[..., Any], inputs: Any) -> None:
-        modules = list(model.modules()) if isinstance(model, nn.Module) else []
+        modules = modules_of(model)
         settled = [m for m in modules if not (isinstance(m, LazyModuleMixin) and m.has_uninitialized_params())]
         self.attributes = [(m, _contents(m.__dict__)) for m in settled]
         buffers = [b for m in settled for b in m.buffers(recurse=False)]
@@ -50,6 +53,73 @@ class ModelState:
         torch.set_rng_state(cpu)
         for device, state in enumerate(self.random_cuda):
             torch.cuda.set_rng_state(state, device)
+
+
+def modules_of(model: Callable[..., Any]) -> list[nn.Module]:
+    """The modules that a call of a module, function, bound method, partial or callable object can reach, each once:
+    through its object, closure, default arguments and the globals that its code names, in containers and plain objects
+    and in functions that it calls, down to `_DEPTH` steps. Code of torch itself is not searched."""
+    found: dict[int, nn.Module] = {}
+    seen: dict[int, Any] = {}  # holds what was visited, so that no id is given out twice
+    level = [model]
+    for _ in range(_DEPTH):
+        reached = []
+        for value in level:
+            if id(value) in seen:
+                continue
+            seen[id(value)] = value
+            if isinstance(value, nn.Module):
+                found.update((id(m), m) for m in value.modules())
+            else:
+                reached += _held(value)
+        level = reached
+    return list(found.values())
+
+
+_DEPTH = 6
+
+
+def _held(value: Any) -> list[Any]:
+    """What a value that is no module holds and a call of it may use."""
+    if isinstance(value, types.MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.FunctionType):
+        if (value.__module__ or "").partition(".")[0] == "torch":
+            return []
+        cells = [_in_cell(c) for c in value.__closure__ or ()]
+        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return [*cells, *defaults, getattr(value, "__wrapped__", None), *_named(value)]
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    if isinstance(value, (type, types.ModuleType, torch.Tensor)) or not hasattr(value, "__dict__"):
+        return []
+    call = inspect.getattr_static(type(value), "__call__", None)
+    return [*vars(value).values(), *([call] if isinstance(call, types.FunctionType) else [])]
+
+
+def _named(function: types.FunctionType) -> list[Any]:
+    """The globals that a function's code and the functions inside it name, and what they name in imported files."""
+    names: dict[str, None] = {}
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        names.update(dict.fromkeys(code.co_names))
+        codes += [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    known = function.__globals__
+    values = [known[n] for n in names if n in known]
+    files = [v for v in values if isinstance(v, types.ModuleType) and v.__name__.partition(".")[0] != "torch"]
+    return [*values, *(vars(f)[n] for f in files for n in names if n in vars(f))]
+
+
+def _in_cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
 
 
 @contextlib.contextmanager

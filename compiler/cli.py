@@ -1,4 +1,4 @@
-"""The command line: `dsmp report`, `plan`, `diff`, `explain`, `pareto`, `hardware`.
+"""The command line: `dsmp report`, `plan`, `diff`, `explain`, `pareto`, `kernels`, `audit`, `hardware`.
 
 Exit codes: 0 success (for diff: equal), 1 plans differ, 2 any error, 130 interrupted, 141 the reader of the output went
 away. Errors are one line on standard error; `--debug` shows where they came from.
@@ -85,6 +85,13 @@ ScoresFile = Annotated[
 ]
 SaveScores = Annotated[
     Path | None, typer.Option(metavar="FILE.json", help="Keep what was measured, for other devices and budgets.")
+]
+Use = Annotated[
+    list[str] | None,
+    typer.Option("--use", metavar="GLOB=NAME", help="Implementation for nodes by key; an error where it cannot serve."),
+]
+Without = Annotated[
+    list[str] | None, typer.Option("--without", metavar="NAME", help="Implementation not to use; repeatable.")
 ]
 MODEL_HELP = (
     "torchvision:NAME, timm:NAME, transformers:CLASS[,key=value...], module:factory, file.py:factory or archive.pt2"
@@ -265,6 +272,78 @@ def pareto(
     """Show predicted time against error over all budgets, with single formats, autocast and the device's tier."""
     with errors(debug):
         load("plan_commands").pareto(plan_file, output=output, csv_file=csv_file, points=points)
+
+
+@app.command()
+def kernels(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=f"{MODEL_HELP}; or a plan.json")],
+    target: Annotated[
+        str | None,
+        typer.Option("--target", metavar="T", help="Instruction set, such as sm_90 or gfx942; default: the device's."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Folder for sources and machine code.")
+    ] = None,
+    hardware: Hardware = None,
+    infer: Infer = False,
+    inputs: Inputs = None,
+    config: Config = None,
+    rules: Rules = None,
+    use: Use = None,
+    without: Without = None,
+    as_json: Json = False,
+    hardware_files: HardwareFiles = None,
+    debug: Debug = False,
+) -> None:
+    """Write the Triton kernels that a plan needs, compiled for a target, and show what their machine code is like.
+
+    Needs no GPU. Kernels that differ in run-time sizes only are one.
+    """
+    with errors(debug):
+        if model.endswith(PLAN_SUFFIX):
+            useless = given(infer=infer, input=inputs, config=config, rule=rules)
+            if useless:
+                raise InvalidOptionError(useless[0], model, "with a model only, a plan has its decisions; leave it out")
+        arguments = load("model_commands").ModelArguments(
+            model=model, hardware=hardware, hardware_files=hardware_files or (), infer=infer, inputs=inputs or (),
+            config=config, rules=rules or (), debug=debug,
+        )  # fmt: skip
+        commands = load("kernel_commands")
+        choices = commands.Choices(use=use or (), without=without or ())
+        commands.kernels(arguments, target=target, output=output, choices=choices, as_json=as_json)
+
+
+@app.command()
+def audit(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
+    hardware: Hardware = None,
+    infer: Infer = False,
+    inputs: Inputs = None,
+    config: Config = None,
+    rules: Rules = None,
+    use: Use = None,
+    without: Without = None,
+    every_node: Annotated[bool, typer.Option("--all", help="One row for every node, nothing folded.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="A planned narrow node that would run wide is an error.")
+    ] = False,
+    as_json: Json = False,
+    hardware_files: HardwareFiles = None,
+    debug: Debug = False,
+) -> None:
+    """Show what runs on this machine for every planned node: the implementation; native, simulated or fallen back.
+
+    Exit code 0: every node becomes what was planned, or is simulated for another device; 1: some fell back.
+    """
+    with errors(debug):
+        arguments = load("model_commands").ModelArguments(
+            model=model, hardware=hardware, hardware_files=hardware_files or (), infer=infer, inputs=inputs or (),
+            config=config, rules=rules or (), debug=debug,
+        )  # fmt: skip
+        commands = load("kernel_commands")
+        choices = commands.Choices(use=use or (), without=without or ())
+        if not commands.audit(arguments, choices=choices, every_node=every_node, strict=strict, as_json=as_json):
+            raise typer.Exit(1)
 
 
 def main() -> None:

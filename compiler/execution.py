@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
+from ..codegen.audit import Audit, Entry, Ran
 from ..codegen.lower import merge_backward, protect_mutated_inputs
+from ..codegen.lower_products import Lowering, lower_products
 from ..hardware_db.capability import Device
 from ..passes.cast_motion import operand_storage
 from ..passes.cost import format_of
@@ -31,6 +33,15 @@ class Execution:
     saved_bytes_fp32: int | None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Applied:
+    """What became of a graph: casts and keys by how they were legalised, and what runs for every planned node of it
+    (None where nothing was lowered)."""
+
+    report: LegalizeReport
+    audit: Audit | None
+
+
 def apply_decisions(
     gm: fx.GraphModule,
     decisions: Mapping[str, Decision],
@@ -38,17 +49,40 @@ def apply_decisions(
     storage: str,
     same_device: bool,
     parameters: frozenset[fx.Node],
-) -> LegalizeReport:
-    """Legalise and lower a keyed graph in place, with the invariants checked after each pass."""
+    lowering: Lowering | None = None,
+) -> Applied:
+    """Legalise a keyed graph in place and, with `lowering`, put kernels in, with the invariants checked after each
+    pass. Raises KernelUnavailableError."""
     before = snapshot(gm)
     here = {str(k) for n in gm.graph.nodes if (k := key_of(n)) is not None}
     decided = [d.key for k, d in decisions.items() if k in here and d.reason.code != "view"]
     report = legalize(gm, decisions, same_device=same_device, storage=storage, parameters=parameters)
     verify(gm, before, decided)
+    audit = None
+    if lowering is not None:
+        entries = lower_products(gm, decisions, lowering, frozenset(report.simulated), parameters)
+        audit = _audit(gm, decisions, here, entries)
     merge_backward(gm)
     protect_mutated_inputs(gm)
     verify(gm, before, (), ())
-    return report
+    return Applied(report=report, audit=audit)
+
+
+def _audit(
+    gm: fx.GraphModule, decisions: Mapping[str, Decision], here: Collection[str], products: Iterable[Entry]
+) -> Audit:
+    """Entries for every decision whose node the graph had, in the plan's order."""
+    known = {e.key: e for e in products}
+    return Audit(tuple(known.get(d.key) or _other(d) for key, d in decisions.items() if key in here))
+
+
+def _other(decision: Decision) -> Entry:
+    """The entry of a node that is no product: it computes as traced, and may be stored narrower."""
+    if decision.op == "view" or decision.reason.code == "view":
+        return Entry.of(decision, "view", Ran.AS_TRACED, "moves no numbers")
+    if decision.output != decision.traced:
+        return Entry.of(decision, "torch", Ran.NATIVE, f"computes in {decision.compute}, stored as {decision.output}")
+    return Entry.of(decision, "torch", Ran.AS_TRACED, "planned as the model was written")
 
 
 def predict_execution(capture: Capture, decisions: Mapping[str, Decision], device: Device) -> Execution:
@@ -62,8 +96,8 @@ def predict_execution(capture: Capture, decisions: Mapping[str, Decision], devic
     for graph in capture:
         with lazily():
             copy, parameters = copy_graph(graph.gm, graph.parameters)
-            report = apply_decisions(copy, decisions, storage=device.storage, same_device=True, parameters=parameters)
-        casts += report.casts
+            applied = apply_decisions(copy, decisions, storage=device.storage, same_device=True, parameters=parameters)
+        casts += applied.report.casts
         if graph.joint:
             stored = _as_stored(graph.gm, decisions, device.storage)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,16 +141,34 @@ def forward_parameters(module: nn.Module) -> dict[str, inspect.Parameter]:
     return {name: p for name, p in parameters.items() if p.kind not in variadic}
 
 
-def check_call(module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-    """Raise InputSpecError when `module(*args, **kwargs)` does not fit the signature of its forward."""
+def required_inputs(call: Callable[..., object]) -> list[str]:
+    """The arguments that `call` cannot do without. Callables without a signature have none that is known."""
+    try:
+        parameters = inspect.signature(call).parameters.values()
+    except ValueError:
+        return []
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in variadic]
+
+
+def check_call(
+    module: nn.Module,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    *,
+    what: str = "these inputs",
+    remedy: str | None = None,
+) -> None:
+    """Raise InputSpecError when `module(*args, **kwargs)` does not fit the signature of its forward; `what` and
+    `remedy` speak of inputs that are no SPECs."""
     signature = inspect.signature(module.forward)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as exc:
         given = f"{len(args)} positional" + (f" and {', '.join(kwargs)} by name" if kwargs else "")
         raise InputSpecError(
-            f"{type(module).__name__}.forward{_short(signature)} does not take these inputs ({given}): "
-            f"{exc}. Give one SPEC per required input: {GRAMMAR}."
+            f"{type(module).__name__}.forward{_short(signature)} does not take {what} ({given}): "
+            f"{exc}. {remedy or f'Give one SPEC per required input: {GRAMMAR}.'}"
         ) from exc
 
 

@@ -32,7 +32,8 @@ class LoadedModel:
     """A model ready to be captured: exactly one of `module` and `exported` is set.
 
     `args` and `kwargs` are its inputs, on `device`; `source` is the MODEL text. A `transformers` model that
-    is loaded for training returns its own output object, whose `loss` is the scalar to differentiate.
+    is loaded for training returns its own output object, whose `loss` is the scalar to differentiate. `lacks`
+    names the inputs that a factory did not give, where that was allowed.
     """
 
     module: nn.Module | None
@@ -41,6 +42,7 @@ class LoadedModel:
     kwargs: dict[str, Any] = field(default_factory=dict)
     source: str
     device: Device = "cpu"
+    lacks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +56,7 @@ class ModelRequest:
     training: bool
     on_meta: bool | None
     seed: int
+    inputs_later: bool = False
 
 
 def import_library(name: str) -> ModuleType:

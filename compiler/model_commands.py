@@ -18,7 +18,7 @@ from ..errors import InvalidOptionError, RuleError
 from ..hardware_db.capability import Device
 from ..hardware_db.detect import resolve_hardware
 from ..passes.plan import PrecisionPlan, Rule, parse_rules
-from .calibrated_commands import CalibrationArguments, calibrated_plans
+from .calibrated_commands import CalibrationArguments, calibrated_plans, calibration_settings
 from .capture import Capture, capture
 from .commands import print_compared, print_plan
 from .compare_plans import Planned
@@ -26,7 +26,7 @@ from .console import Printer, Stages, write_json
 from .demo import DEMO_DEVICES, run_demo
 from .execution import Execution, predict_execution
 from .hardware.selection import check_different
-from .model_source import LoadedModel, load_model
+from .model_source import LoadedModel, load_model, with_inputs
 from .pipeline import make_plan
 from .render import facts_line, print_summary
 from .render_demo import print_demo
@@ -92,7 +92,7 @@ def demo(hardware: str | None, *, files: Sequence[Path], as_json: bool, debug: b
         return
     devices = [resolve_hardware(h, files) for h in ((hardware,) if hardware is not None else DEMO_DEVICES)]
     stages = Stages()
-    with _only_our_words(debug):
+    with only_our_words(debug):
         result = run_demo(devices, files=files, stages=stages)
     if as_json:
         write_json(asdict(result))
@@ -132,28 +132,25 @@ def parse_rule(text: str) -> Rule:
 def _plan(arguments: ModelArguments, devices: Sequence[Device]) -> list[Planned]:
     """Load and capture a model once, then plan it for each device and predict how it will run there."""
     rules = [parse_rule(r) for r in arguments.rules]
+    wanted = CalibrationArguments(**arguments.calibration) if arguments.calibration else None
+    training = not arguments.infer
     stages = Stages()
     plans = []
-    with _only_our_words(arguments.debug):
+    with only_our_words(arguments.debug), calibration_settings(wanted) as settings:
         with stages.stage("loading", f"loading {arguments.model}"):
             loaded = load_model(
-                arguments.model, inputs=arguments.inputs, config=arguments.config, training=not arguments.infer
-            )
+                arguments.model, inputs=arguments.inputs, config=arguments.config, training=training,
+                inputs_later=wanted is not None and wanted.calibrate is not None,
+            )  # fmt: skip
+            if settings is not None and loaded.lacks:
+                loaded = with_inputs(loaded, settings.batches[0].args, settings.batches[0].kwargs)
         with stages.stage("capture", f"capturing {arguments.model}"):
-            captured = _capture(loaded, training=not arguments.infer)
-        if arguments.calibration:
-            found = calibrated_plans(
-                CalibrationArguments(**arguments.calibration),
-                loaded,
-                captured,
-                devices,
-                rules,
-                stages,
-                training=not arguments.infer,
-            )
+            captured = _capture(loaded, training=training)
+        if settings is not None and wanted is not None:
+            found = calibrated_plans(wanted, settings, loaded, captured, devices, rules, stages, training=training)
         for number, device in enumerate(devices):
             with stages.stage("planning", f"planning for {device.id}"):
-                if arguments.calibration:
+                if settings is not None:
                     plan = found[number]
                 else:
                     plan = make_plan(captured, device, rules=rules, predict_memory=False)
@@ -170,13 +167,29 @@ def _plan(arguments: ModelArguments, devices: Sequence[Device]) -> list[Planned]
     ]
 
 
+def captured_plan(arguments: ModelArguments, stages: Stages) -> tuple[Capture, PrecisionPlan, Device]:
+    """A model's graphs and the plan for the one device of `--hardware`, not calibrated. Raises DsmpError."""
+    if names_several(arguments.hardware):
+        raise InvalidOptionError("--hardware", arguments.hardware, "one device")
+    (device,) = named_devices(arguments.hardware, arguments.hardware_files)
+    rules = [parse_rule(r) for r in arguments.rules]
+    training = not arguments.infer
+    with stages.stage("loading", f"loading {arguments.model}"):
+        loaded = load_model(arguments.model, inputs=arguments.inputs, config=arguments.config, training=training)
+    with stages.stage("capture", f"capturing {arguments.model}"):
+        captured = _capture(loaded, training=training)
+    with stages.stage("planning", f"planning for {device.id}"):
+        plan = make_plan(captured, device, rules=rules, predict_memory=False)
+    return captured, plan, device
+
+
 def _with_memory(plan: PrecisionPlan, execution: Execution) -> PrecisionPlan:
     saved = {"saved_bytes": execution.saved_bytes, "saved_bytes_fp32": execution.saved_bytes_fp32}
     return plan.model_copy(update={"prediction": plan.prediction.model_copy(update=saved)})
 
 
 @contextlib.contextmanager
-def _only_our_words(debug: bool) -> Iterator[None]:
+def only_our_words(debug: bool) -> Iterator[None]:
     """Send what a model prints to standard error, and keep torch from logging the tracebacks of errors that we report.
 
     Whoever debugs, or has asked torch for logs, gets them.

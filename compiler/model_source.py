@@ -16,8 +16,8 @@ InputSpecError when the inputs do not fit.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import InputSpecError, ModelSpecError, near_matches
-from .input_spec import GRAMMAR, check_call, make_inputs, parse_tensor_spec
+from .input_spec import GRAMMAR, check_call, make_inputs, parse_tensor_spec, required_inputs
 from .model_building import Device, LoadedModel, ModelRequest, cause, finish
 from .model_libraries import load_timm, load_torchvision, load_transformers
 from .user_code import place_of, user_code
 
-__all__ = ["MODEL_FORMS", "LoadedModel", "load_model"]
+__all__ = ["MODEL_FORMS", "LoadedModel", "load_model", "with_inputs"]
 
 MODEL_FORMS = (
     "torchvision:NAME, timm:NAME, transformers:CLASS[,key=value...], module:factory, file.py:factory or archive.pt2"
@@ -52,6 +52,7 @@ def load_model(
     training: bool = True,
     on_meta: bool | None = None,
     seed: int = 0,
+    inputs_later: bool = False,
 ) -> LoadedModel:
     """Load what MODEL names, with inputs from the SPECs in `inputs` or sensible defaults.
 
@@ -61,7 +62,8 @@ def load_model(
     factory's module keeps the modes that its factory chose when training (an instance is used itself, and
     copied only to go to meta). `on_meta`: None means meta for library models over META_BYTES (and the CPU
     where a constructor refuses meta); True and False force it. `seed` draws weights and inputs; the global
-    random state is left as it was.
+    random state is left as it was. `inputs_later`: a factory's module may come without inputs; the result then says
+    which it `lacks` (see `with_inputs`).
 
     Raises ModelSpecError for a MODEL that cannot be loaded, InputSpecError for inputs that do not fit it.
     """
@@ -75,6 +77,7 @@ def load_model(
         training=training,
         on_meta=on_meta,
         seed=seed,
+        inputs_later=inputs_later,
     )
     if config is not None and prefix != "transformers":
         raise ModelSpecError(f"a config file goes with transformers:CLASS only, not with {model!r}. Leave it out.")
@@ -111,10 +114,13 @@ def _load_factory(request: ModelRequest) -> LoadedModel:
     if not request.training:
         module.eval()
     if request.specs or inputs is None:
-        if not request.specs and _required(module.forward):
+        needed = required_inputs(module.forward)
+        if not request.specs and needed and request.inputs_later:
+            return LoadedModel(module=module, source=request.source, device=device, lacks=tuple(needed))
+        if not request.specs and needed:
             raise InputSpecError(
                 f"{request.source} comes without inputs. Let the factory return (module, inputs) or give "
-                f"one SPEC for each of {', '.join(_required(module.forward))}: {GRAMMAR}."
+                f"one SPEC for each of {', '.join(needed)}: {GRAMMAR}."
             )
         return finish(request, module, device, request.specs)
     args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(device), _split_inputs(inputs))
@@ -122,14 +128,17 @@ def _load_factory(request: ModelRequest) -> LoadedModel:
     return LoadedModel(module=module, args=args, kwargs=kwargs, source=request.source, device=device)
 
 
-def _required(call: Callable[..., object]) -> list[str]:
-    """The arguments that `call` cannot do without. Callables without a signature have none that is known."""
-    try:
-        parameters = inspect.signature(call).parameters.values()
-    except ValueError:
-        return []
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in variadic]
+def with_inputs(loaded: LoadedModel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LoadedModel:
+    """A model that was loaded without inputs, with those of a calibration batch. Raises InputSpecError if they do not
+    fit."""
+    assert loaded.module is not None
+    moved: tuple[tuple[Any, ...], dict[str, Any]]
+    moved = pytree.tree_map_only(Tensor, lambda t: t.to(loaded.device), (tuple(args), dict(kwargs)))
+    check_call(
+        loaded.module, *moved, what="calibration batch 1",
+        remedy="Each batch is what the model is called with, or with a loss a pair (inputs, target).",
+    )  # fmt: skip
+    return replace(loaded, args=moved[0], kwargs=moved[1], lacks=())
 
 
 def _call_factory(found: object, request: ModelRequest) -> tuple[nn.Module, object]:
@@ -138,7 +147,7 @@ def _call_factory(found: object, request: ModelRequest) -> tuple[nn.Module, obje
     if not isinstance(found, nn.Module):
         if not callable(found):
             raise ModelSpecError(f"{source} is a {type(found).__name__}, neither a callable nor an nn.Module.")
-        if needed := _required(found):
+        if needed := required_inputs(found):
             raise ModelSpecError(
                 f"{source} requires arguments ({', '.join(needed)}); a factory is called without any. "
                 f"Wrap it: def factory(): return {request.source.rpartition(':')[2]}(...)."

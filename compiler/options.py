@@ -10,7 +10,13 @@ drift          with a budget: how outputs are compared: "kl", "bernoulli", "l2";
 save_plan      path of a file to write the plan to that was made while compiling
 rules          {glob over node keys: format} or a list of {"match": glob, "format": name}; applied last
 executor       "inductor" (default) or "eager" (the same graph, run op by op, without a C++ compiler)
-strict         True: a GEMM that the plan does not know is an error instead of a warning
+kernels        "auto" (default): Triton kernels on a GPU that was planned for, exact simulation elsewhere; "interpret":
+               Triton's interpreter runs the planned device's kernels on CPU tensors (slow, for checking); "off": none
+implementations  {glob over node keys: name}: what computes these products (see `codegen/registry.py`); an error where
+               it cannot
+without        list of implementations not to use
+strict         True: a GEMM that the plan does not know, or a planned narrow node that would run wide on the device it
+               was planned for, is an error instead of a warning
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from ..codegen.registry import check_names
 from ..errors import InvalidOptionError, UnknownOptionError
 from ..passes.budget_text import parse_budget, parse_memory
 from ..passes.plan import PrecisionPlan, Rule, load_plan, parse_rules
@@ -30,7 +37,9 @@ from ..passes.program import DriftKind
 from .calibrated import DRIFTS
 
 Executor = Literal["inductor", "eager"]
+Kernels = Literal["auto", "interpret", "off"]
 _EXECUTORS = ("inductor", "eager")
+_KERNELS = ("auto", "interpret", "off")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +52,9 @@ class Options:
     rules: list[Rule] = field(default_factory=list)
     executor: Executor = "inductor"
     strict: bool = False
+    kernels: Kernels = "auto"
+    implementations: Mapping[str, str] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
     budget: float | None = None
     memory: Any = None
     drift: DriftKind | None = None
@@ -70,6 +82,9 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
     strict = given.get("strict", False)
     if not isinstance(strict, bool):
         raise InvalidOptionError("strict", strict, "True or False")
+    kernels = given.get("kernels", "auto")
+    if kernels not in _KERNELS:
+        raise InvalidOptionError("kernels", kernels, " or ".join(repr(k) for k in _KERNELS))
     _check_calibration(given)
     save_plan = given.get("save_plan")
     if save_plan is not None and not isinstance(save_plan, (str, os.PathLike)):
@@ -85,6 +100,9 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
         rules=parse_rules(given.get("rules")),
         executor=executor,
         strict=strict,
+        kernels=kernels,
+        implementations=_implementations(given.get("implementations")),
+        without=_without(given.get("without")),
     )
 
 
@@ -98,6 +116,24 @@ def _check_calibration(given: Mapping[str, Any]) -> None:
     parse_memory(given.get("memory"), 1)
     if given.get("drift") not in (None, *DRIFTS):
         raise InvalidOptionError("drift", given["drift"], " or ".join(repr(d) for d in DRIFTS))
+
+
+def _implementations(value: Any) -> Mapping[str, str]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or not all(isinstance(x, str) for item in value.items() for x in item):
+        raise InvalidOptionError("implementations", value, "a dict such as {'*mlp*': 'triton_block_gemm'}")
+    check_names("implementations", value.values())
+    return dict(value)
+
+
+def _without(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, (list, tuple)) or not all(isinstance(x, str) for x in value):
+        raise InvalidOptionError("without", value, "a list of implementations such as ['torch_scaled_mm']")
+    check_names("without", value)
+    return tuple(value)
 
 
 def _files(value: Any) -> tuple[Path, ...]:

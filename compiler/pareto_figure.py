@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
+from colorsys import hsv_to_rgb
 from dataclasses import asdict, fields
 from importlib import import_module
 from pathlib import Path
@@ -20,7 +21,7 @@ from .render_solution import amount_axis, percent
 
 SUFFIXES = (".png", ".svg", ".pdf")
 
-_MARKERS: dict[Kind, str] = {"format": "s", "autocast": "^", "tier": "D"}
+_MARKERS: dict[Kind, str] = {"format": "s", "autocast": "^", "tier": "D", "default": "P"}
 _PLAN = "black"
 _LEFT = 0.5  # of the least drift on the axis: where a drift of 0 is drawn
 
@@ -48,7 +49,7 @@ def figure_bytes(front: ParetoFront, plan: PrecisionPlan, suffix: str) -> bytes:
 
     Raises MissingPackageError without matplotlib.
     """
-    figure = _matplotlib().Figure(figsize=(9, 6), layout="constrained")
+    figure = _matplotlib().Figure(figsize=(10.5, 6), layout="constrained")
     axes = figure.subplots()
     _draw(axes, front, plan)
     data = io.BytesIO()
@@ -68,10 +69,8 @@ def _draw(axes: Any, front: ParetoFront, plan: PrecisionPlan) -> None:
 
     axes.set_xscale("log")
     axes.plot(*at(front.front), marker=".", color="C0", drawstyle="steps-post", label="optimum", zorder=2)
-    for i, point in enumerate(front.others):
-        axes.scatter(
-            *at([point]), marker=_MARKERS[point.kind], s=60, color=f"C{1 + i % 9}", label=name_of(point), zorder=3
-        )
+    for point, colour in zip(front.others, _colours(len(front.others)), strict=True):
+        axes.scatter(*at([point]), marker=_MARKERS[point.kind], s=60, color=colour, label=name_of(point), zorder=3)
     axes.scatter(*at([front.plan]), marker="*", s=180, color=_PLAN, edgecolor="white", label="this plan", zorder=4)
     if front.limit:
         axes.axvline(front.limit, color=_PLAN, linestyle="--", linewidth=1, label="its budget")
@@ -82,10 +81,16 @@ def _draw(axes: Any, front: ParetoFront, plan: PrecisionPlan) -> None:
     axes.set_ylabel("predicted time, µs")
     axes.set_title(f"{front.source} on {front.hardware}", pad=12)
     axes.grid(visible=True, alpha=0.3)
-    axes.legend(loc="best")
+    # beside the axes, where it covers nothing
+    axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0), borderaxespad=0.0, fontsize="small")
     if (unit := amount_axis(plan)) is not None:
         top = axes.secondary_xaxis("top", functions=(unit.amount_percent, unit.drift))
         top.set_xlabel(f"error budget, % {unit.meaning}")
+
+
+def _colours(count: int) -> list[tuple[float, float, float]]:
+    """As many different colours: hues evenly around the circle, each second one darker."""
+    return [hsv_to_rgb(i / max(count, 1), 0.85, 0.6 if i % 2 else 0.9) for i in range(count)]
 
 
 def csv_text(front: ParetoFront) -> str:

@@ -1,4 +1,9 @@
-"""Which plan a compiled model or function runs under: remembered while it is compiled, asked with `dsmp.plan_of`."""
+"""Which plan a compiled model or function runs under, and what really runs for it: remembered while it is compiled,
+asked with `dsmp.plan_of` and `dsmp.audit`.
+
+Inductor's caches may know a compiled graph already; then no pass runs, and what it would have remembered is found out
+when somebody asks, by tracing the graph once more.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +16,15 @@ from typing import Any
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
+from ..codegen.audit import Audit
+from ..codegen.audit import merged as merged_audit
 from ..errors import InvalidOptionError
 from ..passes.keys import FPROP
 from ..passes.plan import ModelInfo, PrecisionPlan
 
 _PLANS: MutableMapping[Any, list[PrecisionPlan]] = weakref.WeakKeyDictionary()
+_AUDITS: MutableMapping[Any, list[Audit]] = weakref.WeakKeyDictionary()
+_DEFERRED: MutableMapping[Any, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
 # The function of torch that calls what was compiled; its `fn` is the code that the user handed over.
 _WRAPPER = "compile_wrapper"
 
@@ -27,7 +36,9 @@ def plan_of(compiled: nn.Module | Callable[..., Any]) -> PrecisionPlan:
     training. A model that was compiled in several graphs gets the decisions of all in one
     plan, without a solution of its own. Raises InvalidOptionError for what was not compiled by dsmp, or not yet.
     """
-    plans = _PLANS.get(_plain(compiled))
+    target = _plain(compiled)
+    _catch_up(target)
+    plans = _PLANS.get(target)
     if not plans:
         raise InvalidOptionError(
             "plan_of", type(compiled).__name__,
@@ -36,9 +47,47 @@ def plan_of(compiled: nn.Module | Callable[..., Any]) -> PrecisionPlan:
     return merged(plans)
 
 
-def remember(plan: PrecisionPlan) -> PrecisionPlan:
-    """Note the plan of the graph that is being compiled; returns the plan of all graphs of the model so far."""
-    target = _being_compiled()
+def audit(compiled: nn.Module | Callable[..., Any]) -> Audit:
+    """What really runs for every planned node of a model or function compiled with `backend="dsmp"`.
+
+    Raises InvalidOptionError for what was not compiled by dsmp, or not yet.
+    """
+    target = _plain(compiled)
+    _catch_up(target)
+    audits = _AUDITS.get(target)
+    if not audits:
+        raise InvalidOptionError(
+            "audit", type(compiled).__name__,
+            'what torch.compile(..., backend="dsmp") returned, after its first call: compiling happens then',
+        )  # fmt: skip
+    return merged_audit(audits)
+
+
+def remember_audit(found: Audit, target: Any) -> None:
+    """Note what runs in a graph of `target`; compiling the same nodes again replaces what was noted."""
+    if target is None:
+        return
+    audits = _AUDITS.setdefault(target, [])
+    audits[:] = [a for a in audits if a.by_key.keys() != found.by_key.keys()] + [found]
+
+
+def defer(target: Any, find_out: Callable[[], None]) -> None:
+    """Note how to find out the plan and the audit of a graph of `target` when somebody asks."""
+    if target is not None:
+        _DEFERRED.setdefault(target, []).append(find_out)
+
+
+def _catch_up(target: Any) -> None:
+    try:
+        pending = _DEFERRED.pop(target, [])
+    except TypeError:  # not something that can be referred to weakly, so nothing that was compiled
+        return
+    for find_out in pending:
+        find_out()
+
+
+def remember(plan: PrecisionPlan, target: Any) -> PrecisionPlan:
+    """Note the plan of a graph of `target` (`being_compiled()`); returns the plan of all its graphs so far."""
     if target is None:
         return plan
     plans = _PLANS.setdefault(target, [])
@@ -53,9 +102,8 @@ def _trains(plan: PrecisionPlan) -> bool:
     return any(d.phase != FPROP for d in plan)
 
 
-def compiled_name() -> str:
+def compiled_name(target: Any) -> str:
     """The class of the model, or the name of the function, that is being compiled."""
-    target = _being_compiled()
     return getattr(target, "__name__", type(target).__name__) if target is not None else "compiled code"
 
 
@@ -95,7 +143,7 @@ def _plain(compiled: Any) -> Any:
     return original
 
 
-def _being_compiled() -> Any:
+def being_compiled() -> Any:
     """What the user compiled, from the call of it that is on the stack; None where there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from ..errors import InvalidOptionError
+from ..errors import InputSpecError, InvalidOptionError
 from ..hardware_db.detect import resolve_hardware
 from ..hardware_db.overlays import HardwareFile
 from ..passes.plan import PrecisionPlan, Rule, parse_rules
@@ -19,6 +19,7 @@ from ..passes.scores import Scores, load_scores
 from .batches import Loss, split_inputs
 from .calibrated import Calibration, calibrate, check_measurable, plan_from_scores
 from .capture import capture
+from .input_spec import required_inputs
 from .pipeline import make_plan
 
 
@@ -65,8 +66,8 @@ def plan(
     * `scores`: what an earlier calibration measured (`dsmp.measure_scores`), in place of calibrating again; the plan is
       then not tried out.
 
-    Raises CaptureError, UnknownHardwareError, HardwareDataError, RuleError, PlanHardwareError; with calibration
-    CalibrationError, LossError, BudgetError, ScoresError.
+    Raises CaptureError, InputSpecError, UnknownHardwareError, HardwareDataError, RuleError, PlanHardwareError; with
+    calibration CalibrationError, LossError, BudgetError, ScoresError.
 
         plan = dsmp.plan(model, x, hardware="h800")
         plan.save("plan.json")
@@ -90,6 +91,8 @@ def plan(
             args, named = settings.batches[0].args, settings.batches[0].kwargs
     if calibration is not None and isinstance(model, ExportedProgram):
         raise InvalidOptionError("calibration", "an exported program", "a module: calibrate before exporting it")
+    if not args and not named:
+        _check_needs_none(model)
     with torch.inference_mode(False):
         captured = capture(model, args, named, training=training, source=source)
         if calibration is not None:
@@ -99,6 +102,19 @@ def plan(
         known = scores if isinstance(scores, Scores) else load_scores(scores)
         return plan_from_scores(captured, device, known, settings, rules=checked)
     return make_plan(captured, device, rules=checked)
+
+
+def _check_needs_none(model: nn.Module | Callable[..., Any] | ExportedProgram) -> None:
+    """Raise InputSpecError for a model that cannot be called without inputs."""
+    if isinstance(model, ExportedProgram):
+        return
+    needed = required_inputs(model.forward if isinstance(model, nn.Module) else model)
+    if needed:
+        name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "the model")
+        raise InputSpecError(
+            f"{name} needs inputs ({', '.join(needed)}) to be captured with, and none were given: "
+            "dsmp.plan(model, inputs, ...). Only calibration batches make them superfluous, scores do not."
+        )
 
 
 def measure_scores(

@@ -116,12 +116,22 @@ def _rows(printer: Printer, rows: Sequence[Row]) -> list[RenderableType]:
     """The table in the widest layout that fits, with a legend of the reasons where the table has only their codes."""
     if not rows:
         return ["no GEMM-class node"]
+    caption = [_caption(rows)] if rows[0].figures else []
     full = _row_table(rows, sentences=True)
     if printer.fits(full):
-        return [full]
+        return [full, *caption]
     layouts = [_row_table(rows, sentences=False), *([_figure_table(rows)] if rows[0].figures else [])]
     table: RenderableType = next(filter(printer.fits, layouts), None) or Text("\n").join(map(_stacked, rows))
-    return [table, "", *legend(rows)]
+    return [table, *caption, "", *legend(rows)]
+
+
+def _caption(rows: Sequence[Row]) -> str:
+    """The units of drift, slack and margin, and what they mean."""
+    drift = "% of the error budget" if any(row.share is not None for row in rows) else "in the unit of the calibration"
+    return (
+        f"drift: {drift}; slack: µs before it delays the whole; margin: µs that the best other choice would cost; of a "
+        "folded row the drifts are added, slack and margin are the least"
+    )
 
 
 def _row_table(rows: Sequence[Row], *, sentences: bool) -> Table:

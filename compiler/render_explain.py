@@ -15,6 +15,8 @@ from .console import Printer, bytes_text, plain_table, time_text
 from .render_solution import budget_text, drift_text, percent
 
 _SHOWN = 4
+_NO_UNITS = "verdict"
+"""The code of options that the device refuses whatever the model."""
 
 
 def print_explanation(printer: Printer, plan: PrecisionPlan, e: Explanation) -> None:
@@ -27,14 +29,11 @@ def print_explanation(printer: Printer, plan: PrecisionPlan, e: Explanation) -> 
     if e.tied:
         lines.append(f"tied with {_names(e.tied)}: they change together")
     lines += _alternative(plan, e)
-    if e.casts and (shown := [c for c in e.casts if c.us or c.us_then]):
-        lines += ["", _casts(shown), "a copy is made and paid once, however many read it"]
+    if e.casts and (edges := [c for c in e.casts if c.us or c.us_then]):
+        lines += ["", _casts(edges), "a copy is made and paid once, however many read it"]
     if len(e.options) > 1:
-        lines += ["", _options(e)]
-        if any(o.measured for o in e.options):
-            lines.append(
-                "* measured with the format's own rounding; others are estimated from gradients and step sizes"
-            )
+        shown = [o for o in e.options if o.blocked_code != _NO_UNITS]
+        lines += ["", _options(e, shown), *_option_notes(e, shown)]
     if e.slack_us is not None and e.critical_path_us is not None:
         on = "on it" if e.slack_us < 1e-6 else f"slack {time_text(e.slack_us)} µs"
         lines += ["", f"critical path {time_text(e.critical_path_us)} µs: {on}"]
@@ -93,13 +92,30 @@ def _casts(edges: Sequence[CastEdge]) -> Table:
     return table
 
 
-def _options(e: Explanation) -> Table:
+def _option_notes(e: Explanation, shown: Sequence[Option]) -> list[str]:
+    """What the table of options leaves out, and what its columns and marks stand for."""
+    notes = []
+    if lacking := dict.fromkeys(o.compute for o in e.options if o.blocked_code == _NO_UNITS):
+        notes.append(f"not on {e.hardware} for {e.op}: {', '.join(lacking)} (--want FORMAT says why)")
+    barred = dict.fromkeys((o.blocked_code, o.blocked) for o in shown if o.blocked is not None)
+    notes += [f"{code}: {text}" for code, text in barred]
+    if any(o.drift is not None for o in shown):
+        notes.append(
+            "µs: with casts of weights, without those of activations, which nodes share; "
+            f"drift: {'of the error budget' if any(o.share is not None for o in shown) else 'in its own unit'}"
+        )
+    if any(o.measured for o in shown):
+        notes.append("* measured with the format's own rounding; others are estimated from gradients and step sizes")
+    return notes
+
+
+def _options(e: Explanation, shown: Sequence[Option]) -> Table:
     table = plain_table()
     for name in ("option", "µs", "drift", "saved", ""):
         table.add_column(name, justify="right" if name in ("µs", "drift", "saved") else "left", overflow="fold")
-    for o in e.options:
+    for o in shown:
         drift = "" if o.drift is None else drift_text(o.drift, o.share) + (" *" if o.measured else "")
-        mark = "chosen" if o.label == e.chosen.label else o.blocked or ""
+        mark = "chosen" if o.label == e.chosen.label else o.blocked_code or ""
         saved = bytes_text(o.saved_bytes) if o.saved_bytes else ""
         table.add_row(o.label, time_text(o.time_us), drift, saved, mark)
     return table

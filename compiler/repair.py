@@ -7,6 +7,10 @@ by the same factor, the calibration as a whole is, and all predictions are scale
 
 A plan whose run exceeds the budget is never handed out: what predictions do not repair, a smaller limit does, and where
 that fails, too, everything stays as traced.
+
+Predictions add errors up as if they were independent. Where those of one format cancel (a filter bank, a sum that is
+divided by another of the same rounding), that format everywhere beats the mixture that looks best, so each 8-bit format
+alone is run as well (single_formats.py).
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from ..passes.labels import split_label
 from ..passes.plan_fields import GEMM_CLASSES, Reason
 from ..passes.program import Candidate, Program, Solution
 from ..passes.solve import Solved, solve_program
+from .single_formats import best_single_format, low_candidates
 from .trial import Trial, TrialResult
 
 LOW, HIGH = 0.8, 1.25
@@ -80,6 +85,9 @@ def repair(
         result = trial.run(low_candidates(program, solved.chosen))
     if result.drift > drift:
         solved, result = _within(program, solved, result, trial, drift, saved_bytes, max_runs)
+    solved, result = best_single_format(
+        program, solved, result, trial, drift=drift, saved_bytes=saved_bytes, max_runs=max_runs
+    )
     return Repaired(program=program, solved=solved, result=result, first_ratio=first_ratio)
 
 
@@ -146,11 +154,6 @@ def ratio_of(measured: float, predicted: float) -> float | None:
     if predicted <= 0.0:
         return None if measured <= 0.0 else math.inf
     return math.sqrt(measured / predicted)
-
-
-def low_candidates(program: Program, chosen: Mapping[str, Candidate]) -> dict[str, Candidate]:
-    """The nodes that are not left as traced: the first candidate of a node is its traced format."""
-    return {k: c for k, c in chosen.items() if c.label != program.candidates[k][0].label}
 
 
 def learn(program: Program, chosen: Mapping[str, Candidate], trial: Trial, measured: float, max_runs: int) -> Program:

@@ -95,6 +95,20 @@ class _Traced(BaseException):
     """Ends tracing once the graph is known; no `except Exception` on the way may take it for a failure."""
 
 
+def fake_inputs(example_inputs: Sequence[Any]) -> list[Any]:
+    """The inputs of a Dynamo graph without their memory, to trace it again later."""
+    context = torch._guards.TracingContext.try_get()
+    mode = context.fake_mode if context is not None and context.fake_mode is not None else FakeTensorMode()
+
+    def fake(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or isinstance(x, FakeTensor):
+            return x
+        value = mode.from_tensor(x, static_shapes=True)
+        return torch.nn.Parameter(value, x.requires_grad) if isinstance(x, torch.nn.Parameter) else value
+
+    return [fake(x) for x in example_inputs]
+
+
 def parameter_indices(example_inputs: Sequence[Any]) -> frozenset[int]:
     """Which inputs of a Dynamo graph are parameters."""
     return frozenset(i for i, x in enumerate(example_inputs) if isinstance(x, torch.nn.Parameter))

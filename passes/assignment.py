@@ -37,7 +37,8 @@ class AssignmentProblem:
     `labels[v]` names the labels that node v may take, no name twice in a node; a label of the same name in two nodes is
     the same format. `time[v]`, `error[v]` and `memory[v]` hold one finite number >= 0 per label: microseconds, drift
     (additive, see `sensitivity`) and bytes. `ties` are groups of nodes that take labels of the same name; a label that
-    one member lacks is out for all of them. Budgets may be infinite.
+    one member lacks is out for all of them. Budgets may be infinite. `names` are what errors call the
+    nodes: one for each, or none at all.
     """
 
     labels: tuple[tuple[str, ...], ...]
@@ -48,6 +49,11 @@ class AssignmentProblem:
     ties: tuple[tuple[int, ...], ...] = ()
     error_budget: float = np.inf
     memory_budget: float = np.inf
+    names: tuple[str, ...] = ()
+
+    def named(self, nodes: Sequence[int]) -> list[str]:
+        """The names of some nodes; none where the problem has none."""
+        return [self.names[v] for v in nodes] if self.names else []
 
     def __len__(self) -> int:
         return len(self.labels)

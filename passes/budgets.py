@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array, vstack
 
-from ..errors import BudgetError
+from ..errors import UnreachableBudgetError
+from .assignment import AssignmentProblem
 from .contraction import Bools, Floats, Instance, Ints
 
 HALVINGS = 60
 # branch-and-bound nodes of the one-row program that decides whether two budgets go together
 NODE_LIMIT = 10_000
-
-
-class UnreachableBudgetError(BudgetError):
-    """A budget that no choice of labels meets: the least that can be reached, and the nodes that stand in the way.
-
-    `nodes` are the fewest nodes without which the budget could be met.
-    """
-
-    def __init__(self, name: str, budget: float, least: float, nodes: Sequence[int], given: str = "") -> None:
-        self.name, self.budget, self.least, self.nodes = name, budget, least, tuple(nodes)
-        more = f" and {len(self.nodes) - 12} more" if len(self.nodes) > 12 else ""
-        binding = f"{', '.join(map(str, self.nodes[:12]))}{more}"
-        super().__init__(
-            f"the {name} budget {budget:.6g} cannot be met{given}: the least reachable is {least:.6g}. "
-            f"Raise the budget to that, or allow a label with less {name} for what binds: nodes {binding}."
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,17 +102,22 @@ def _least_memory(instance: Instance, limits: Limits, otherwise: Ints) -> Ints:
     return choice if instance.totals(choice)[1] <= limits.error else otherwise
 
 
-def refusal(instance: Instance, choice: Ints, limits: Limits, group: Ints) -> UnreachableBudgetError:
+def refusal(
+    problem: AssignmentProblem, instance: Instance, choice: Ints, limits: Limits, group: Ints
+) -> UnreachableBudgetError:
     """Why a `feasible_choice` beyond the limits means that there is none; `group` (N,) is each node's variable."""
+
+    def refused(name: str, limit: float, each: Floats, given: str = "") -> UnreachableBudgetError:
+        nodes = _standing(each, group, limit)
+        return UnreachableBudgetError(name, limit, float(each.sum()), nodes, given, problem.named(nodes))
+
     for name, cost, limit in (("error", instance.error, limits.error), ("memory", instance.memory, limits.memory)):
         each = np.where(instance.allowed, cost, np.inf).min(axis=1)
-        if (least := float(each.sum())) > limit:
-            return UnreachableBudgetError(name, limit, least, _standing(each, group, limit))
+        if float(each.sum()) > limit:
+            return refused(name, limit, each)
     each = instance.memory[np.arange(len(instance)), choice]
     given = f" within the error budget {limits.error:.6g}"
-    return UnreachableBudgetError(
-        "memory", limits.memory, float(each.sum()), _standing(each, group, limits.memory), given
-    )
+    return refused("memory", limits.memory, each, given)
 
 
 def _standing(cost: Floats, group: Ints, limit: float) -> list[int]:

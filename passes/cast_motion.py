@@ -8,17 +8,16 @@ or widened for simulation, is marked to be recomputed in the backward pass, not 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..hardware_db.formats import get_format
-from .graph import VIEW_OPS, is_backward, is_joint, node_op, numel_of, placeholders, prims, root, tensors_of, value_of
+from .graph import VIEW_OPS, is_backward, is_joint, node_op, numel_of, placeholders, prims, root, value_of
+from .insertion import insert_call
 from .rounding_ops import cast_op, fake_quantize_op
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -168,13 +167,7 @@ class ValueForms:
         """A new call next to `after` or `before`, with the provenance of `like` and its own fake value."""
         if after is not None and after.op == "placeholder":
             after = self._last_placeholder
-        context = self.graph.inserting_after(after) if after is not None else self.graph.inserting_before(before)
-        with context:
-            node = self.graph.call_function(target, args, kwargs)
-        node.meta = {k: v for k, v in like.meta.items() if k not in _OWN_META}
-        if self._joint:
-            node.meta["partitioner_tag"] = "is_backward" if is_backward(like) else "is_forward"
-        node.meta["val"] = _fake_result(target, args, kwargs)
+        node = insert_call(self.graph, target, args, kwargs, like=like, after=after, before=before, joint=self._joint)
         self._made[node] = None
         return node
 
@@ -224,7 +217,6 @@ class ValueForms:
 
 
 _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-_OWN_META = frozenset({"val", "tensor_meta", "dsmp_key", "eager_input_vals", "unbacked_bindings"})
 
 
 def carrier_of(compute: str) -> torch.dtype:
@@ -258,19 +250,6 @@ def _origin(node: fx.Node) -> fx.Node:
 
 def _later(first: fx.Node, second: fx.Node) -> fx.Node:
     return first if second < first else second
-
-
-def _fake_result(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a call returns on the fake values of its arguments."""
-    fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-    if target is operator.getitem:
-        return fake_args[0][fake_args[1]]
-    modes = [t.fake_mode for n in [*args, *kwargs.values()] if isinstance(n, fx.Node)
-             for t in tensors_of(n) if isinstance(t, FakeTensor)]  # fmt: skip
-    if not modes:
-        return target(*fake_args, **fake_kwargs)
-    with modes[0], torch.no_grad():
-        return target(*fake_args, **fake_kwargs)
 
 
 # Named so that linters see the operators that this module refers to through torch.ops.

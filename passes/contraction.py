@@ -21,23 +21,12 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from ..errors import DsmpError
+from ..errors import TieError
 from .assignment import AssignmentProblem
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
-
-
-class TieError(DsmpError):
-    """Nodes that must take the same label but share none."""
-
-    def __init__(self, nodes: Sequence[int]) -> None:
-        self.nodes = tuple(nodes)
-        super().__init__(
-            f"{len(self.nodes)} tied nodes (numbers {', '.join(map(str, self.nodes[:12]))}) have no label in common. "
-            "Allow one label for all of them, or untie them."
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,7 +209,8 @@ def _variables(problem: AssignmentProblem) -> tuple[Ints, Ints, Bools]:
     np.logical_and.at(common, group, has)
     lost = np.flatnonzero(~common.any(axis=1))
     if len(lost):
-        raise TieError(np.flatnonzero(group == lost[0]).tolist())
+        nodes = np.flatnonzero(group == lost[0]).tolist()
+        raise TieError(nodes, problem.named(nodes))
     return group, label, common[group]
 
 

@@ -169,6 +169,21 @@ def chosen_candidate(decision: Decision, candidates: Sequence[Candidate]) -> Can
     return None
 
 
+def labels_of(decisions: Iterable[Decision], program: Program) -> dict[str, str]:
+    """The labels that decisions stand for in a program, by key, without those of nodes as traced. Where there is no
+    such candidate, the one that is next to it: stored otherwise, then of another recipe, too."""
+    found = {}
+    for d in decisions:
+        known = program.candidates.get(d.key, [])
+        same = [c for c in known if c.compute == d.compute]
+        taken = chosen_candidate(d, known) or next(
+            iter([c for c in same if c.output == d.output] + [c for c in same if c.recipe == d.recipe] + same), None
+        )
+        if taken is not None and taken is not known[0]:
+            found[d.key] = taken.label
+    return found
+
+
 def exchanges_of(plan: PrecisionPlan, program: Program) -> Exchanges:
     """The exchanges around what a plan chose."""
     return Exchanges(program, chosen_candidates(plan, program))

@@ -27,7 +27,8 @@ _TOLERANCE = 1e-9
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
     """A way to compute a node: formats, microseconds, drift (None: not measured) and its share of the budget, bytes
-    saved, and why it may not be chosen."""
+    saved, and why it may not be chosen, as a code and a sentence. The time is that of the product with the casts of its
+    weights; the casts of activations, which other nodes share, are not in it."""
 
     label: str
     compute: str
@@ -40,6 +41,7 @@ class Option:
     measured: bool = False
     saved_bytes: int = 0
     blocked: str | None = None
+    blocked_code: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,10 +159,12 @@ class _Explainer:
             return self.chosen
         allowed = set(self.exchanges.alternatives(self.node.key))
 
-        def rank(candidate: Candidate) -> tuple[bool, bool, float, str]:
-            free = candidate.label in allowed
-            cost = self.exchanges.change(self.group, candidate.label).priced(self.solution) if free else None
-            return not free, candidate.blocked is not None, cost or 0.0, candidate.label
+        def rank(candidate: Candidate) -> tuple[bool, bool, bool, float, str]:
+            if candidate.label not in allowed:
+                return True, candidate.blocked is not None, True, 0.0, candidate.label
+            change = self.exchanges.change(self.group, candidate.label)
+            worse = change.time_us >= 0 and (change.drift or 0.0) >= 0 and change.saved_bytes >= 0
+            return False, False, worse, change.priced(self.solution) or 0.0, candidate.label
 
         return min((c for c in found if c is not self.chosen), key=rank, default=None)
 
@@ -235,6 +239,7 @@ class _Explainer:
             share=_share(candidate.drift, limit),
             measured=candidate.measured, saved_bytes=candidate.saved_bytes,
             blocked=candidate.blocked.text if candidate.blocked is not None else None,
+            blocked_code=candidate.blocked.code if candidate.blocked is not None else None,
         )  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 The front is the solver's answer at budgets from the least drift that can be reached to that of the fastest choice.
 Beside it stand choices that look at no drift at all: every node in one format where it may, the operator lists of
-torch.autocast, and the tier of the device. They follow no ties and keep no memory budget: they are what they are.
+torch.autocast, the first choices of the device's ladder ("tier"), and what is decided without calibration ("default":
+of the ladder, what pays). They follow no ties and keep no memory budget: they are what they are.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .plan_fields import GEMM_CLASSES
 from .program import Candidate, Program
 from .select_optimal import front, select_optimal
 
-Kind = Literal["front", "plan", "format", "autocast", "tier"]
+Kind = Literal["front", "plan", "format", "autocast", "tier", "default"]
 
 # torch.autocast runs these in the low format (AT_FORALL_LOWER_PRECISION_FP of ATen/autocast_mode.h)
 AUTOCAST_LOW = frozenset({"linear", "matmul", "conv", "sdpa"})
@@ -171,13 +172,15 @@ class _Chooser:
         return self._of(problem, "plan", "plan", chosen_candidate)
 
     def others(self, problem: AssignmentProblem, device: Device | None) -> list[Point]:
-        """Every single format, autocast's lists, and the tier where the device is given."""
+        """Every single format, autocast's lists, the tier where the device is given, the default where it is known."""
         found = [self._of(problem, "format", name, _uniform(name)) for name in self._arithmetics()]
         for name in AUTOCAST_FORMATS:
             if any(c.compute == name for key in self.program.keys for c in self.program.allowed[key]):
                 found.append(self._of(problem, "autocast", f"autocast {name}", _autocast(name)))
         if device is not None:
             found.append(self._of(problem, "tier", f"{device.id} tier", _tier(device)))
+        if self.program.default is not None:
+            found.append(self._of(problem, "default", "uncalibrated plan", _labelled(self.program.default)))
         return found
 
     def _arithmetics(self) -> list[str]:
@@ -226,6 +229,13 @@ def _autocast(name: str) -> Pick:
             return None
         low = [c for c in allowed if c.compute == name]
         return _fastest([c for c in low if c.output == name] or low)
+
+    return pick
+
+
+def _labelled(labels: Mapping[str, str]) -> Pick:
+    def pick(d: Decision, allowed: Sequence[Candidate]) -> Candidate | None:
+        return next((c for c in allowed if c.label == labels.get(d.key)), None)
 
     return pick
 

@@ -70,6 +70,8 @@ class Program(PlanModel):
 
     `reads` holds views too, which have no candidates: a view's first entry is what it is a view of. `loss` is the loss
     that the model was calibrated with, in nats: the mean entropy of its own outputs, or what the user's loss said.
+    `default` holds the labels that the device's tier decides without calibration, of the nodes that it does not leave
+    as traced; None where that is not known.
     """
 
     cost: Cost
@@ -79,6 +81,7 @@ class Program(PlanModel):
     copies: list[Copy] = Field(default_factory=list)
     ties: list[list[KeyText]] = Field(default_factory=list)
     reads: dict[KeyText, list[KeyText]] = Field(default_factory=dict)
+    default: dict[KeyText, str] | None = None
 
     @model_validator(mode="after")
     def _refers_to_its_own_nodes(self) -> Self:
@@ -148,6 +151,7 @@ class Program(PlanModel):
             ties=tuple(tuple(index[key] for key in group) for group in self.ties),
             error_budget=drift,
             memory_budget=saved_bytes,
+            names=self.keys,
         )
 
     def chosen(self, assignment: Assignment) -> dict[str, Candidate]:

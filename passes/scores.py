@@ -37,6 +37,12 @@ class NodeScores(PlanModel):
     labels: dict[str, Score]
     ranges: dict[str, Range] = Field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        measured = sum(s.measured for s in self.labels.values())
+        return f"NodeScores({len(self.labels)} drifts, {measured} measured; ranges of {len(self.ranges)} tensors)"
+
+    __str__ = __repr__
+
 
 class Scores(PlanModel):
     """The scores of a model.
@@ -57,6 +63,15 @@ class Scores(PlanModel):
     nodes: dict[KeyText, NodeScores]
 
     model_config = PlanModel.model_config | {"populate_by_name": True}
+
+    def __repr__(self) -> str:
+        loss = "" if self.loss is None else f", loss {self.loss:.4g}"
+        return (
+            f"Scores({self.source}: {len(self.nodes):,} nodes; drift {self.drift}{loss}; {self.samples:,} samples, "
+            f"{self.draws} draws each)"
+        )
+
+    __str__ = __repr__
 
     def of(self, key: str, label: str) -> Score | None:
         """The score of a candidate's label: of its arithmetic plus that of storing the result; None if not scored.

@@ -105,7 +105,7 @@ def _solve(problem: AssignmentProblem, contraction: Contraction, shared: PriceSe
     fastest = next(listed, None)
     first = feasible_choice(narrow, limits) if fastest is None else fastest
     if not limits.hold(*narrow.totals(first)[1:]):
-        raise refusal(narrow, first, limits, contraction.group)
+        raise refusal(problem, narrow, first, limits, contraction.group)
     first = search.instance.instead[np.arange(len(instance)), first]
     search.add(first)
     prices, bound = search.run(limits, gap * SHARE), np.inf
@@ -121,7 +121,7 @@ def _solve(problem: AssignmentProblem, contraction: Contraction, shared: PriceSe
         if totals.error <= problem.error_budget and totals.memory <= problem.memory_budget:
             break
     else:
-        raise refusal(narrow, first, _limits(problem, -ROUNDING), contraction.group)
+        raise refusal(problem, narrow, first, _limits(problem, -ROUNDING), contraction.group)
     shared.add(choice)
     calmer = contraction.expand(calm(contraction.whole, choice, limits))
     found = totals_of(problem, calmer)

@@ -6,15 +6,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..errors import BudgetError, PlanHardwareError, PlanSchemaError
+from ..errors import PlanHardwareError, PlanSchemaError
 from .assignment import Assignment
-from .budgets import UnreachableBudgetError
 from .keys import NodeKey
 from .plan_fields import GEMM_CLASSES, Reason
 from .program import Candidate, Program, Solution
 from .select_optimal import select_optimal
-
-_NAMED = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,21 +26,12 @@ class Solved:
 def solve_program(program: Program, *, drift: float = math.inf, saved_bytes: float = math.inf) -> Solved:
     """The fastest choice within a budget on drift and one on saved bytes.
 
-    Raises BudgetError when no choice meets them, PlanSchemaError for a budget on drifts that are not known.
+    Raises BudgetError when no choice meets them, TieError for tied nodes without a format in common, PlanSchemaError
+    for a budget on drifts that are not known.
     """
     if math.isfinite(drift):
         _check_drifts(program)
-    try:
-        assignment = select_optimal(program.problem(drift=drift, saved_bytes=saved_bytes))
-    except UnreachableBudgetError as error:
-        names = [program.keys[v] for v in error.nodes]
-        more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
-        unit = " bytes" if error.name == "memory" else ""
-        raise BudgetError(
-            f"the {error.name} budget of {error.budget:,.4g}{unit} cannot be met: the least that can be reached is "
-            f"{error.least:,.4g}{unit}. What binds: {', '.join(names[:_NAMED])}{more}. Raise the budget, or take back "
-            "the rules and limits on these nodes."
-        ) from error
+    assignment = select_optimal(program.problem(drift=drift, saved_bytes=saved_bytes))
     chosen = program.chosen(assignment)
     solution = Solution(
         limit=drift if math.isfinite(drift) else None,
@@ -92,6 +80,10 @@ def _open(program: Program, key: str, barred: set[tuple[str, str]]) -> list[Cand
     ]
 
 
+_CLEAR = 1 - 1e-9
+"""Numbers that are nearer than this to each other differ in the order of a sum only."""
+
+
 def priced(candidate: Candidate, solution: Solution) -> float:
     """A candidate's time with its drift and memory charged at the optimum's prices, in microseconds."""
     return (
@@ -102,31 +94,35 @@ def priced(candidate: Candidate, solution: Solution) -> float:
 
 
 def best_alternative(candidates: Sequence[Candidate], chosen: Candidate, solution: Solution) -> Candidate | None:
-    """The allowed candidate that comes next to the chosen one at the optimum's prices; None if there is no other."""
-    others = [c for c in candidates if c.blocked is None and c.label != chosen.label]
+    """The allowed candidate that comes next to the chosen one at the optimum's prices, of those that are better than it
+    in anything: faster, more exact, or smaller where memory is short. None if there is no such."""
+
+    def better(c: Candidate) -> bool:
+        smaller = solution.price_us_per_byte > 0 and c.saved_bytes < chosen.saved_bytes
+        faster, more_exact = c.time_us < _CLEAR * chosen.time_us, (c.drift or 0.0) < _CLEAR * (chosen.drift or 0.0)
+        return faster or more_exact or smaller
+
+    others = [c for c in candidates if c.blocked is None and c.label != chosen.label and better(c)]
     return min(others, key=lambda c: (priced(c, solution), c.label), default=None)
 
 
 def _reason(candidates: Sequence[Candidate], chosen: Candidate, solution: Solution, assignment: Assignment) -> Reason:
-    blocked = [c for c in candidates if c.blocked is not None]
-    forced = next((c.blocked for c in blocked if c.blocked is not None and c.blocked.code == "rule"), None)
+    blocked = [c.blocked for c in candidates if c.blocked is not None]
+    forced = next((why for why in blocked if why.code == "rule"), None)
     if forced is not None:
         return forced
+    if len(candidates) == len(blocked) + 1:
+        return blocked[0] if blocked else Reason(code="only", text="no other format is offered for this node")
     other = best_alternative(candidates, chosen, solution)
     if other is None:
-        first = next((c.blocked for c in blocked if c.blocked is not None), None)
-        return first or Reason(code="only", text="no other format is offered for this node")
-    faster = chosen.time_us < other.time_us
-    share = _share(chosen, other, solution)
+        return Reason(code="optimal", text=f"{chosen.label}: no other choice is faster or more exact")
     gain = abs(other.time_us - chosen.time_us)
-    if faster:
-        text = f"{chosen.label} saves {gain:.3g} us over {other.label}{share}"
+    if chosen.time_us < other.time_us:
+        text = f"{chosen.label} saves {gain:.3g} us over {other.label}{_share(chosen, other, solution)}"
     elif gain == 0.0:
-        text = f"{chosen.label}: {other.label} would save nothing here"
+        text = f"{chosen.label}: {other.label} is as fast here, casts and tied nodes decide"
     else:
-        text = f"{other.label} would save {gain:.3g} us{share}"
-    if blocked:
-        text += f"; blocked: {', '.join(dict.fromkeys(c.compute for c in blocked))}"
+        text = f"{other.label} would save {gain:.3g} us{_share(chosen, other, solution)}"
     return Reason(code="optimal", text=text)
 
 

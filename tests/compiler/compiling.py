@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 import dsmp.compiler.backend as backend
+from dsmp.codegen.audit import Audit
 from dsmp.passes.keys import key_of
 from dsmp.passes.plan import PrecisionPlan
 
@@ -84,7 +85,7 @@ class Replay:
     """A training step of a zoo model under a plan that was made offline, saved, loaded and replayed with strict=True.
 
     `offline` are the keys of the capture, `keys` those that the backend saw, `other` the keys on which the plan and a
-    decision made anew at run time differ, `warnings` what was logged.
+    decision made anew at run time differ, `warnings` what was logged, `audit` what ran.
     """
 
     plan: PrecisionPlan
@@ -93,6 +94,7 @@ class Replay:
     unmatched: list[str]
     other: list[str]
     warnings: list[str]
+    audit: Audit
     gradients: list[torch.Tensor]
 
 

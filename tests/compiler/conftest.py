@@ -69,8 +69,10 @@ def _replay(name: str, capture: Capture, path: Path, patch: pytest.MonkeyPatch) 
     patch.setattr(logging.getLogger("dsmp"), "warning", lambda text, *args: warnings.append(text % args))
     torch._dynamo.reset()
     case = zoo.build(name)
-    loss = zoo.scalar(compiled(case.model, plan=str(path), strict=True)(*case.args, **case.kwargs))
+    model = compiled(case.model, plan=str(path), strict=True)
+    loss = zoo.scalar(model(*case.args, **case.kwargs))
     loss.backward()
+    audit = dsmp.audit(model)
     torch._dynamo.reset()
     return Replay(
         plan=plan,
@@ -79,5 +81,6 @@ def _replay(name: str, capture: Capture, path: Path, patch: pytest.MonkeyPatch) 
         unmatched=seen.unmatched,
         other=other,
         warnings=warnings,
+        audit=audit,
         gradients=[g.clone() for g in gradients(case.model)],
     )

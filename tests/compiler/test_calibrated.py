@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from dsmp.errors import (
     PlanHardwareError,
     PlanSchemaError,
     ScoresError,
+    TieError,
 )
 from dsmp.passes.plan import parse_plan
 
@@ -197,6 +199,21 @@ def test_rules_are_applied_last():
         dsmp.plan(
             model(), hardware="a100", training=False, calibration=batches(), budget=1.0, rules={"mid*": "fp8_e4m3"}
         )
+
+
+def test_rules_that_tear_tied_nodes_apart_are_named():
+    rules = {"mid.0|fprop|linear|0": "bf16", "mid.1|fprop|linear|0": "fp32"}
+    with pytest.raises(TieError, match=r"3 tied nodes \(mid.0\|fprop\|linear\|0, mid.1\|fprop.*tied=False"):
+        dsmp.plan(model(), **OPTIONS, training=False, budget="1%", rules=rules)
+    apart = dsmp.plan(model(), **OPTIONS, training=False, budget="1%", rules=rules, tied=False)
+    assert [apart.by_key[f"mid.{i}|fprop|linear|0"].compute for i in (0, 1)] == ["bf16", "fp32"]
+
+
+def test_scores_are_printed_in_one_line():
+    scores = dsmp.measure_scores(model(), batches(), hardware="h800", training=False)
+    assert re.fullmatch(r"Scores\(Mlp: \d+ nodes; drift kl, loss \S+; 64 samples, 2 draws each\)", repr(scores))
+    node = next(iter(scores.nodes.values()))
+    assert str(node) == repr(node) and len(repr(node)) < 100 and f"{len(node.labels)} drifts" in repr(node)
 
 
 def test_ties_hold_repeated_blocks_together():

@@ -15,10 +15,13 @@ import pytest
 from plan_samples import HEAD, sample_plan, traced_plan
 from typer.testing import CliRunner
 
+from dsmp.compiler import pareto_figure
 from dsmp.compiler.cli import app
 from dsmp.compiler.console import Printer
 from dsmp.compiler.render_explain import print_explanation
+from dsmp.hardware_db.detect import resolve_hardware
 from dsmp.passes.explain import explain
+from dsmp.passes.pareto import pareto_front
 from dsmp.passes.plan import load_plan
 
 UP = "layers.0.up|fprop|linear|0"
@@ -59,11 +62,22 @@ def test_explain(file: Path) -> None:
         "[error-budget]",
         "% of the loss or more: solved, not yet at 0.0",
         "a copy is made and paid once, however many read it",
-        "no fp6_e2m3 units on this device",
+        "not on h800 for linear: fp6_e2m3 (--want FORMAT says why)",
+        "µs: with casts of weights, without those of activations, which nodes share; drift: of the error budget",
         "critical path 354 µs: on it",
     ):
         assert words in result.stdout
     assert gc.isenabled()
+
+
+def test_options_are_not_widened_by_reasons(file: Path) -> None:
+    text = run("explain", file, "layers.0.up").stdout
+    table = text[text.index("option ") :].splitlines()
+    assert max(map(len, table[: next(i for i, line in enumerate(table) if line.startswith("not on"))])) <= 80
+    assert "no fp6_e2m3 units" not in text
+    assert (
+        "why not: no fp6_e2m3 units on this device" in run("explain", file, "layers.0.up", "--want", "fp6_e2m3").stdout
+    )
 
 
 def test_explain_json(file: Path) -> None:
@@ -141,6 +155,26 @@ def test_figures(file: Path, tmp_path: Path, suffix: str, magic: bytes) -> None:
         text = target.read_text()
         for words in ("predicted time", "predicted drift", "of the loss", "autocast bf16", "this plan", "its budget"):
             assert words in text
+
+
+def test_a_figure_covers_nothing_and_repeats_no_colour(file: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plan = load_plan(file)
+    assert plan.program is not None
+    plan = plan.model_copy(update={"program": plan.program.model_copy(update={"default": {UP: "fp8_e4m3:row/row"}})})
+    front = pareto_front(plan, points=4, device=resolve_hardware("h800"))
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(10.5, 6), layout="constrained")
+    axes = figure.subplots()
+    pareto_figure._draw(axes, front, plan)
+    figure.draw_without_rendering()
+    box, inside = axes.get_legend().get_window_extent(), axes.get_window_extent()
+    assert box.x0 >= inside.x1
+    assert box.x1 <= figure.bbox.x1
+    drawn = [c for c in axes.collections if c.get_label() in map(pareto_figure.name_of, front.others)]
+    colours = {tuple(c.get_facecolor()[0]) for c in drawn}
+    assert len(drawn) == len(colours) == len(front.others) >= 4
+    many = pareto_figure._colours(24)
+    assert len(set(many)) == 24
 
 
 def test_csv(file: Path, tmp_path: Path) -> None:

@@ -54,8 +54,53 @@ def predicted(chosen: Mapping[str, Candidate], factors: Mapping[str, float] | fl
 def test_a_true_prediction_takes_one_run():
     trial = Runs(predicted)
     found = repair(program(), trial, drift=0.02)
-    assert trial.runs == 1 and found.first_ratio == pytest.approx(1.0)
+    # one for the plan, one for fp8 alone, which is faster and predicted to be 18 times as bad as is allowed
+    assert trial.runs == 2 and found.first_ratio == pytest.approx(1.0)
     assert 0 < found.result.drift <= 0.02
+    assert len({c.compute for c in found.solved.chosen.values()}) > 1
+
+
+def cancelling(chosen: Mapping[str, Candidate]) -> float:
+    """Errors of fp8 cancel where all nodes have it."""
+    alone = {c.compute for c in chosen.values()} == {"fp8_e4m3"} and len(chosen) == len(KEYS)
+    return 1e-5 if alone else predicted(chosen)
+
+
+def test_one_format_is_taken_where_its_errors_cancel():
+    trial = Runs(cancelling)
+    found = repair(program(), trial, drift=0.02)
+    solution = found.solved.solution
+    assert trial.runs <= MAX_RUNS and found.result.drift == 1e-5
+    assert {c.compute for c in found.solved.chosen.values()} == {"fp8_e4m3"}
+    assert (solution.time_us, solution.drift) == (8.0, pytest.approx(0.36))
+    assert solution.bound_us <= solution.time_us and solution.gap == pytest.approx(0.0)
+    changed = {r.text for r in found.solved.reasons.values() if r.code == "single-format"}
+    assert len(changed) == 1 and "a run drifts by 1e-05" in changed.pop()
+
+
+def test_one_format_is_not_taken_where_it_is_slower_ruled_out_or_hopeless():
+    def fp8(**changes: object) -> dict[str, list[Candidate]]:
+        return {key: [*found[:2], found[2].model_copy(update=changes)] for key, found in program().candidates.items()}
+
+    rule = Reason(code="rule", text="the rule")
+    for candidates in (fp8(time_us=50.0), fp8(blocked=rule), fp8(drift=10.0)):
+        trial = Runs(cancelling)
+        found = repair(Program(cost="bits", drift="l2", candidates=candidates), trial, drift=0.02)
+        assert trial.runs == 1
+        assert {c.compute for c in found.solved.chosen.values()} <= {"fp32", "bf16"}
+
+
+def test_single_formats_keep_to_the_runs_and_the_memory_that_are_allowed():
+    heavy = {
+        key: [c.model_copy(update={"saved_bytes": 10 if c.compute == "fp8_e4m3" else 1}) for c in found]
+        for key, found in program().candidates.items()
+    }
+    heavy_program = Program(cost="bits", drift="l2", candidates=heavy)
+    found = repair(heavy_program, Runs(cancelling), drift=0.02, saved_bytes=20.0)
+    assert sum(c.saved_bytes for c in found.solved.chosen.values()) <= 20
+    trial = Runs(cancelling)
+    repair(program(), trial, drift=0.02, max_runs=1)
+    assert trial.runs == 1
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from compiling import Replay, Seen, compiled, gemms_of, relative
+from compiling import GEMMS, Replay, Seen, compiled, gemms_of, relative
 from torch import nn
 
 import dsmp
+from dsmp.codegen.audit import Ran
 from dsmp.errors import PlanMismatchError, RuleError
 from dsmp.passes.plan import PrecisionPlan, load_plan
 
@@ -53,6 +54,20 @@ def test_a_strict_replay_finds_every_node_in_the_plan(name: str, replayed: Calla
 @every_model
 def test_a_replay_decides_what_a_run_without_plan_decides(name: str, replayed: Callable[[str], Replay]) -> None:
     assert replayed(name).other == []
+
+
+@every_model
+def test_the_audit_lists_every_planned_node(name: str, replayed: Callable[[str], Replay]) -> None:
+    found = replayed(name)
+    assert set(found.audit.by_key) == set(found.plan.by_key)
+    assert found.audit.fallbacks == []
+    for decision in found.plan:
+        entry = found.audit.by_key[decision.key]
+        assert (entry.compute, entry.recipe, entry.output) == (decision.compute, decision.recipe, decision.output)
+        # this machine's CPU is no H800: what is planned narrow is simulated, the rest runs as traced
+        narrow = decision.op in GEMMS and decision.compute != decision.traced
+        assert (entry.ran is Ran.SIMULATED) == narrow
+        assert not narrow or "h800" in entry.reason
 
 
 # on a small model

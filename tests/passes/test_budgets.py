@@ -23,7 +23,7 @@ def test_a_choice_is_found_where_there_is_one(case):
     there = next(enumerate_choices(instance, limits), None) is not None
     assert limits.hold(*instance.totals(choice)[1:]) == there
     if not there:
-        error = refusal(instance, choice, limits, np.arange(len(instance)))
+        error = refusal(problem, instance, choice, limits, np.arange(len(instance)))
         cost, limit = (instance.error, limits.error) if error.name == "error" else (instance.memory, limits.memory)
         assert error.least > limit
         given_error = limits.error if "within the error budget" in str(error) else np.inf

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
+from dsmp.errors import TieError
 from dsmp.passes.assignment import AssignmentProblem, SharedCast, totals_of
 from dsmp.passes.budgets import Limits
-from dsmp.passes.contraction import Contraction, TieError, contract, simplify
+from dsmp.passes.contraction import Contraction, contract, simplify
 from dsmp.passes.exact import enumerate_choices, few
 
 
@@ -159,8 +160,11 @@ def test_tied_nodes_share_labels_by_name():
     problem = replace(two([]), labels=(("high", "low"), ("low", "high"), ("low", "other")), ties=((0, 1, 2),))
     contraction = contract(problem)
     assert contraction.expand(np.array([1])) == (1, 0, 0)
-    with pytest.raises(TieError, match=r"2 tied nodes \(numbers 0, 2\) have no label in common"):
-        contract(replace(problem, labels=(("high", "x"), ("y", "z"), ("low", "other")), ties=((0, 2),)))
+    with pytest.raises(TieError, match=r"2 tied nodes \(node 0, node 2\) have no format in common") as caught:
+        contract(apart := replace(problem, labels=(("high", "x"), ("y", "z"), ("low", "other")), ties=((0, 2),)))
+    assert caught.value.nodes == (0, 2)
+    with pytest.raises(TieError, match=r"2 tied nodes \(a, c\) have no format in common"):
+        contract(replace(apart, names=("a", "b", "c")))
 
 
 def test_a_layer_without_a_reader_that_can_want_it_goes():

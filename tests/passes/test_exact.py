@@ -7,8 +7,9 @@ import pytest
 from assignment_problems import problems, random_problem
 from hypothesis import given, settings
 
+from dsmp.errors import TieError
 from dsmp.passes.budgets import Limits
-from dsmp.passes.contraction import TieError, contract, simplify
+from dsmp.passes.contraction import contract, simplify
 from dsmp.passes.exact import FEW, branch_and_bound, enumerate_choices, few
 
 

@@ -15,7 +15,8 @@ from dsmp.passes.explain import Explanation, explain
 from dsmp.passes.node_figures import figures_of
 from dsmp.passes.plan import PrecisionPlan
 from dsmp.passes.plan_fields import Reason
-from dsmp.passes.program import Program
+from dsmp.passes.program import Candidate, Program, Solution
+from dsmp.passes.solve import best_alternative
 
 Q = "layers.0.attn.q|fprop|linear|0"
 UP = "layers.0.up|fprop|linear|0"
@@ -337,3 +338,17 @@ def test_ten_thousand_nodes() -> None:
         seconds.append(time.process_time() - started)
         assert found.flip is None or not found.flip.exact
     assert sorted(seconds)[1] < 1.0
+
+
+def test_only_what_is_better_in_something_is_weighed() -> None:
+    def candidate(label: str, time_us: float, drift: float) -> Candidate:
+        return Candidate(
+            label=label, compute=label, accumulate="fp32", output="fp32", time_us=time_us, drift=drift, measured=True
+        )
+
+    solution = Solution(time_us=1, cast_us=0, drift=0, saved_bytes=0, bound_us=1, gap=0)
+    chosen, worse = candidate("tf32", 10.0, 1e-6), candidate("bf16", 12.0, 1e-5)
+    equal, faster, exact = (candidate(*c) for c in (("fp16", 10.0, 1e-6), ("int8", 8.0, 1e-2), ("fp32", 20.0, 0.0)))
+    assert best_alternative([chosen, worse, equal], chosen, solution) is None
+    assert best_alternative([chosen, worse, equal, exact], chosen, solution) is exact
+    assert best_alternative([chosen, worse, equal, faster], chosen, solution) is faster

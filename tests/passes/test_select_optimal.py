@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from dsmp.errors import BudgetError
+from dsmp.errors import BudgetError, TieError
 from dsmp.passes import exact
 from dsmp.passes.assignment import Assignment, AssignmentProblem, SharedCast, totals_of
-from dsmp.passes.contraction import TieError
 from dsmp.passes.prices import Prices, PriceSearch
 from dsmp.passes.select_optimal import front, select_optimal
 
@@ -348,18 +347,21 @@ def test_ties_of_different_labels():
 
 def test_a_budget_that_cannot_be_met_says_what_stands_in_the_way():
     problem = replace(chain([1.0] * 3), error=tuple(np.array([e, e + 1]) for e in (1.0, 7.0, 2.0, 5.0)))
-    with pytest.raises(BudgetError, match=r"error budget 4 cannot be met: the least reachable is 15") as caught:
+    with pytest.raises(BudgetError, match=r"budget of 4 cannot be met: the least .* is 15") as caught:
         select_optimal(replace(problem, error_budget=4.0))
     # without nodes 1 and 3 the others need 3
     assert (caught.value.least, caught.value.nodes) == (15.0, (1, 3))
+    assert "What binds: node 1, node 3." in str(caught.value)
+    with pytest.raises(BudgetError, match=r"What binds: b, d\. Raise"):
+        select_optimal(replace(problem, error_budget=4.0, names=("a", "b", "c", "d")))
     assert select_optimal(replace(problem, error_budget=15.0)).choice == (0, 0, 0, 0)
     both = replace(problem, memory=(np.array([3.0, 0.0]),) * 4, error_budget=17.0, memory_budget=5.0)
-    with pytest.raises(BudgetError, match=r"memory budget 5 cannot be met within the error budget 17: .* is 6"):
+    with pytest.raises(BudgetError, match=r"memory budget of 5 bytes cannot be met within the error budget 17: .* 6"):
         select_optimal(both)
     with mock.patch.object(exact, "FEW", 0), pytest.raises(BudgetError, match="within the error budget 17"):
         select_optimal(both)
     assert select_optimal(replace(both, memory_budget=6.0)).totals.memory == 6.0
-    with pytest.raises(BudgetError, match="memory budget -1 cannot be met: the least reachable is 0"):
+    with pytest.raises(BudgetError, match=r"memory budget of -1 bytes cannot be met: the least .* is 0"):
         select_optimal(replace(both, memory_budget=-1.0))
 
 

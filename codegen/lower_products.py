@@ -1,0 +1,238 @@
+"""Replace planned products by the kernels that compute them: the last change a legal graph sees before an executor.
+
+The legaliser leaves a product that torch's own operators cannot compute in its planned format as
+
+    operand --round (dsmp::fake_quantize)--> [views] --> aten.mm in fp32 --> cast to the stored format
+
+and a kernel computes the same numbers from the narrow values themselves:
+
+    operand --quantise--> (values, scales) --> dsmp::block_mm / mx_mm / gemm, bias and output cast included
+
+`narrow_operands` makes the values and scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from ..hardware_db.capability import Device
+from ..passes.gemm import GEMM_OPS, gemm_op
+from ..passes.graph import aten, calls, float_dtype, node_op, value_of
+from ..passes.keys import key_of
+from ..passes.plan import Decision
+from ..passes.workload import gemm_shape, tensor_of
+from .audit import Entry, Ran
+from .narrow_operands import CASTS, NarrowOperands
+from .registry import PRODUCTS, SIMULATION, Choice, Product, choose
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lowering:
+    """How products are to be run.
+
+    device: the planned device. `native`: the graph will run on it. `interpret`: run Triton kernels in the interpreter
+    (on a CPU) whatever device is planned. `forced`: implementations by glob over keys. `without`: names not to use.
+    """
+
+    device: Device
+    native: bool
+    interpret: bool = False
+    forced: Mapping[str, str] = field(default_factory=dict)
+    without: Collection[str] = ()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of implementations that can run."""
+        if self.interpret:
+            return ("triton",)
+        return ("triton", "library") if self.native else ()
+
+
+def product_of(node: fx.Node, decision: Decision) -> Product:
+    """The planned product of a GEMM-class node."""
+    return Product(
+        key=decision.key,
+        op_class=decision.op,
+        phase=decision.phase,
+        aten=node_op(node),
+        compute=decision.compute,
+        recipe=decision.recipe,
+        accumulate=decision.accumulate,
+        output=decision.output,
+        traced=decision.traced,
+        shape=gemm_shape(node),
+    )
+
+
+def lower_products(
+    gm: fx.GraphModule,
+    decisions: Mapping[str, Decision],
+    lowering: Lowering,
+    simulated: Collection[str],
+    parameters: frozenset[fx.Node],
+) -> list[Entry]:
+    """Replace the products that a kernel computes, in place; returns what runs for every decided product.
+
+    `simulated`: keys that the legaliser left rounded, in the traced dtype; `parameters`: their placeholders.
+
+    Raises KernelUnavailableError for an implementation that was asked for by name and cannot serve.
+    """
+    lowerer = _Lowerer(gm, parameters)
+    entries = []
+    for node in list(calls(gm)):
+        key = key_of(node)
+        decision = decisions.get(str(key)) if key is not None else None
+        if decision is None or gemm_op(node) is None:
+            continue
+        entries.append(_lower(node, decision, lowering, lowerer, decision.key in simulated))
+    lowerer.finish(lowerer.replaced)
+    return entries
+
+
+def _lower(node: fx.Node, decision: Decision, how: Lowering, lowerer: _Lowerer, simulated: bool) -> Entry:
+    product = product_of(node, decision)
+    if product.as_traced:
+        return Entry.of(decision, "torch", Ran.AS_TRACED, "planned as the model was written")
+    planned = choose(product, how.device, forced=how.forced, without=how.without)
+    able = planned
+    if how.kinds != ("triton", "library"):
+        forced = how.forced if how.interpret else {}
+        able = choose(product, how.device, forced=forced, without=how.without, kinds=how.kinds)
+    implementation = able.implementation
+    replace = _BUILDERS.get(implementation.name)
+    if replace is not None and lowerer.replace(node, product, replace):
+        if how.interpret:
+            return Entry.of(decision, implementation.name, Ran.INTERPRETED, "its kernel runs in Triton's interpreter")
+        return Entry.of(decision, implementation.name, Ran.NATIVE, able.reason)
+    if not simulated:
+        return Entry.of(decision, "torch", Ran.NATIVE, f"{product.aten} takes {product.compute} operands")
+    return _rounded(decision, product, how, planned, able)
+
+
+def _rounded(decision: Decision, product: Product, how: Lowering, planned: Choice, able: Choice) -> Entry:
+    """A product that stays rounded and multiplied in fp32: it must, or its implementation is missing."""
+    if how.native or (how.interpret and planned.implementation is SIMULATION):
+        if able.implementation.name == "simulation" and able.reason == "asked for by name":
+            return Entry.of(decision, SIMULATION.name, Ran.SIMULATED, able.reason)
+        why = able.reason if able.implementation is SIMULATION else "its operands are not laid out for the kernel"
+        return Entry.of(decision, SIMULATION.name, Ran.FELL_BACK, why)
+    there = planned.implementation.name
+    if how.interpret:
+        return Entry.of(decision, SIMULATION.name, Ran.SIMULATED, f"{there} of {how.device.id} is no Triton kernel")
+    return Entry.of(decision, SIMULATION.name, Ran.SIMULATED, f"not on {how.device.id}; there it would be {there}")
+
+
+_Builder = Callable[["_Lowerer", fx.Node, Product, fx.Node | None, torch.dtype], "fx.Node | None"]
+
+
+class _Lowerer(NarrowOperands):
+    """Replaces products in one graph."""
+
+    def __init__(self, gm: fx.GraphModule, parameters: frozenset[fx.Node]) -> None:
+        super().__init__(gm, parameters)
+        self.replaced: list[fx.Node] = []
+
+    def replace(self, node: fx.Node, product: Product, build: _Builder) -> bool:
+        """Replace a product by what `build` makes of it; False where that cannot be."""
+        if node_op(node) not in PRODUCTS:
+            return False
+        bias, fused = self._bias(node)
+        cast = self._output_cast(node) if fused or bias is None else None
+        dtype = float_dtype(cast or node)
+        assert dtype is not None
+        wide = torch.float32 if not fused and bias is not None else dtype
+        fresh = build(self, node, product, bias if fused else None, wide)
+        if fresh is None:
+            return False
+        fresh.meta["dsmp_key"] = key_of(node)
+        result = fresh if fused or bias is None else self._add_bias(node, fresh, bias)
+        old = cast or node
+        old.replace_all_uses_with(result)
+        self.replaced += [node] if cast is None else [cast, node]
+        return True
+
+    @staticmethod
+    def _output_cast(node: fx.Node) -> fx.Node | None:
+        """The cast that stores the result narrower, if nothing else reads the result."""
+        if len(node.users) != 1:
+            return None
+        user = next(iter(node.users))
+        held = value_of(user)
+        if node_op(user) in CASTS and held is not None and held.dtype in (torch.bfloat16, torch.float16):
+            return user
+        return None
+
+    @staticmethod
+    def _bias(node: fx.Node) -> tuple[fx.Node | None, bool]:
+        """The bias of a product and whether a kernel can add it: a vector along the columns, as it is."""
+        position = GEMM_OPS[node_op(node)].bias
+        if position is None or node.kwargs.get("beta", 1) == 0:
+            return None, bool(node.kwargs.get("alpha", 1) == 1)
+        bias = node.args[position]
+        assert isinstance(bias, fx.Node)
+        plain = bool(node.kwargs.get("alpha", 1) == 1 and node.kwargs.get("beta", 1) == 1)
+        return bias, plain and tensor_of(bias).dim() == 1 and node_op(node) == "aten.addmm"
+
+    def _add_bias(self, node: fx.Node, product: fx.Node, bias: fx.Node) -> fx.Node:
+        wide = product
+        for factor, which in ((node.kwargs.get("alpha", 1), "product"), (node.kwargs.get("beta", 1), "bias")):
+            if factor == 1:
+                continue
+            scaled = self.call(aten.mul.Tensor, (wide if which == "product" else bias, factor), before=node, like=node)
+            wide, bias = (scaled, bias) if which == "product" else (wide, scaled)
+        return self.call(aten.add.Tensor, (wide, bias), before=node, like=node)
+
+
+def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    left, right = (node.args[i] for i in GEMM_OPS[node_op(node)].operands)
+    assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
+    return left, right
+
+
+def _gemm(low: _Lowerer, node: fx.Node, product: Product, bias: fx.Node | None, dtype: torch.dtype) -> fx.Node | None:
+    left, right = (low.whole(operand, product) for operand in _operands(node))
+    if left is None or right is None:
+        return None
+    args = (left.values, right.values, bias, left.scales, right.scales, product.compute, dtype)
+    return low.call(torch.ops.dsmp.gemm.default, args, before=node, like=node)
+
+
+def _block_mm(
+    low: _Lowerer, node: fx.Node, product: Product, bias: fx.Node | None, dtype: torch.dtype
+) -> fx.Node | None:
+    left, right = (low.blocks(operand, product) for operand in _operands(node))
+    if left is None or right is None:
+        return None
+    recipes = [str(operand.args[2]) for operand in _operands(node)]
+    args = (left.values, left.scales, right.values, right.scales, bias, *recipes, dtype)
+    return low.call(torch.ops.dsmp.block_mm.default, args, before=node, like=node)
+
+
+def _mx_mm(low: _Lowerer, node: fx.Node, product: Product, bias: fx.Node | None, dtype: torch.dtype) -> fx.Node | None:
+    left, right = (low.blocks(operand, product) for operand in _operands(node))
+    if left is None or right is None:
+        return None
+    args = (left.values, left.scales, right.values, right.scales, bias, dtype)
+    return low.call(torch.ops.dsmp.mx_mm.default, args, before=node, like=node)
+
+
+def _scaled_mm(
+    low: _Lowerer, node: fx.Node, product: Product, bias: fx.Node | None, dtype: torch.dtype
+) -> fx.Node | None:
+    left, right = (low.whole(operand, product) for operand in _operands(node))
+    if left is None or right is None or left.scales is None or right.scales is None:
+        return None
+    args = (left.values, right.values, left.scales, right.scales, bias, dtype)
+    return low.call(torch.ops.dsmp.library_scaled_mm.default, args, before=node, like=node)
+
+
+_BUILDERS: Mapping[str, _Builder] = {
+    "triton_gemm": _gemm,
+    "triton_block_gemm": _block_mm,
+    "triton_mx_gemm": _mx_mm,
+    "torch_scaled_mm": _scaled_mm,
+}

@@ -1,0 +1,193 @@
+"""The operators that lowered graphs call: one per family of kernels, opaque to compilers.
+
+On CPU tensors an operator runs its kernel in Triton's interpreter, on a GPU's it launches it on the current stream.
+`matrices` are in the orientation of the product, [M, K] and [K, N], with any strides; scales have the matrices' rank.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..hardware_db.formats import get_recipe
+from .kernels.block_gemm import block_gemm
+from .kernels.gemm import gemm as gemm_kernel
+from .kernels.mx_gemm import mx_gemm
+from .kernels.quantize import quantize_rows, quantize_tiles
+from .kernels.quantize_vectors import quantize_tensor, quantize_vectors
+from .kernels.scales import QUANTIZED_DTYPES
+
+_GROUPS = {"1x128": 128, "mx32": 32}
+
+
+def value_dtype(format: str) -> torch.dtype:
+    """The dtype that holds values of a narrow format. Raises KeyError for a format that none holds."""
+    return QUANTIZED_DTYPES[format]
+
+
+@torch.library.custom_op("dsmp::quantize", mutates_args=())
+def quantize(x: Tensor, format: str, recipe: str, axis: int) -> tuple[Tensor, Tensor]:
+    """Values of `x` in `format` and their scales under `recipe` along `axis`, as `passes.rounding.quantize` defines.
+
+    x: a matrix, or of any rank under "tensor". Scales are fp32 with x's rank, a byte each (E8M0) under "mx32".
+    """
+    if recipe == "tensor":
+        flat = x.reshape(-1, x.shape[-1]) if x.dim() != 2 and x.numel() else x.reshape(x.shape[0] if x.dim() else 1, -1)
+        values, scale, _ = quantize_tensor(flat, format, power_of_two=format == "fp16")
+        return values.reshape(x.shape), scale.reshape([1] * x.dim())
+    if recipe == "128x128":
+        return quantize_tiles(x, format)
+    along_rows = axis % x.dim() == x.dim() - 1
+    if recipe == "row":
+        return quantize_vectors(x, format, axis=1 if along_rows else 0)
+    blocks = quantize_rows(
+        x,
+        format,
+        rows=along_rows,
+        columns=not along_rows,
+        group=_GROUPS[recipe],
+        power_of_two=get_recipe(recipe).power_of_two,
+        e8m0=recipe == "mx32",
+    )
+    found = (blocks.rows, blocks.row_scale) if along_rows else (blocks.columns, blocks.column_scale)
+    assert found[0] is not None and found[1] is not None
+    return found[0], found[1]
+
+
+@quantize.register_fake
+def _(x: Tensor, format: str, recipe: str, axis: int) -> tuple[Tensor, Tensor]:
+    values = x.new_empty(x.shape, dtype=value_dtype(format))
+    if recipe == "tensor":
+        return values, x.new_empty([1] * x.dim(), dtype=torch.float32)
+    rows, columns = x.shape
+    if recipe == "128x128":
+        return values, x.new_empty((-(-rows // 128), -(-columns // 128)), dtype=torch.float32)
+    along_rows = axis % x.dim() == x.dim() - 1
+    group = _GROUPS.get(recipe, columns if along_rows else rows)
+    blocks = -(-(columns if along_rows else rows) // group) if recipe != "row" else 1
+    scale_dtype = torch.uint8 if recipe == "mx32" else torch.float32
+    return values, x.new_empty((rows, blocks) if along_rows else (blocks, columns), dtype=scale_dtype)
+
+
+@torch.library.custom_op("dsmp::quantize_both", mutates_args=())
+def quantize_both(x: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [M, N] quantised in blocks of 1x128 along its rows and along its columns, in one read.
+
+    Returns values and scales [M, ceil(N / 128)] of the rows, then of the columns, [ceil(M / 128), N].
+    """
+    both = quantize_rows(x, format, rows=True, columns=True, transposed=True)
+    assert both.rows is not None and both.row_scale is not None
+    assert both.columns is not None and both.column_scale is not None
+    return both.rows, both.row_scale, both.columns, both.column_scale
+
+
+@quantize_both.register_fake
+def _(x: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, columns = x.shape
+    dtype = value_dtype(format)
+    return (
+        x.new_empty((rows, columns), dtype=dtype),
+        x.new_empty((rows, -(-columns // 128)), dtype=torch.float32),
+        x.new_empty((columns, rows), dtype=dtype).T,
+        x.new_empty((-(-rows // 128), columns), dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("dsmp::gemm", mutates_args=())
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    format: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """a @ b + bias of matrices or batches of them, multiplied in `format`, in `dtype`.
+
+    Scales are of whole tensors or, for matrices, of a's rows [M, 1] and b's columns [1, N].
+    """
+    return gemm_kernel(a, b, format=format, scale_a=_flat(a_scale), scale_b=_flat(b_scale), bias=bias, out_dtype=dtype)
+
+
+@gemm.register_fake
+def _(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    format: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    return a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=dtype)
+
+
+@torch.library.custom_op("dsmp::block_mm", mutates_args=())
+def block_mm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    a_recipe: str,
+    b_recipe: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """a @ b + bias of matrices in fp8 with scales of 1x128 blocks or 128x128 tiles, in `dtype`."""
+    return block_gemm(a, b.T, a_scale, b_scale.T, bias=bias, dtype=dtype)
+
+
+@block_mm.register_fake
+def _(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    a_recipe: str,
+    b_recipe: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+
+
+@torch.library.custom_op("dsmp::mx_mm", mutates_args=())
+def mx_mm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """a @ b + bias of matrices in fp8 with a power-of-two scale (E8M0 byte) for every 32 of K, in `dtype`."""
+    return mx_gemm(a, b.T, a_scale, b_scale.T, bias=bias, dtype=dtype)
+
+
+@mx_mm.register_fake
+def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+
+
+@torch.library.custom_op("dsmp::library_scaled_mm", mutates_args=())
+def library_scaled_mm(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """`torch._scaled_mm` with operands in the layout that it takes: a by rows, b by columns."""
+    if a_scale.numel() == 1:
+        a_scale, b_scale = a_scale.reshape(()), b_scale.reshape(())
+    rows = a if a.stride(-1) == 1 else a.contiguous()
+    columns = b if b.stride(0) == 1 else b.T.contiguous().T
+    narrow_bias = None if bias is None or dtype is torch.float32 else bias.to(dtype)
+    product = torch._scaled_mm(
+        rows, columns, scale_a=a_scale, scale_b=b_scale.contiguous(), bias=narrow_bias, out_dtype=dtype
+    )
+    return product + bias if bias is not None and narrow_bias is None else product
+
+
+@library_scaled_mm.register_fake
+def _(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+
+
+def _flat(scale: Tensor | None) -> Tensor | None:
+    """A scale of a whole tensor as a scalar, others as a vector."""
+    if scale is None:
+        return None
+    return scale.reshape(()) if math.prod(scale.shape) == 1 else scale.reshape(-1)
