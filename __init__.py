@@ -5,8 +5,7 @@
     plan.save("plan.json")                               # review, edit, keep
     compiled = torch.compile(model, backend="dsmp", options={"plan": "plan.json"})
 
-`torch.compile(model, backend="dsmp")` needs no import of dsmp. On the command line: `dsmp report`, `dsmp plan`, `dsmp
-diff`.
+`torch.compile(model, backend="dsmp")` needs no import of dsmp. On the command line: `dsmp --help`.
 """
 
 from __future__ import annotations

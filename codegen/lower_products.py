@@ -20,14 +20,16 @@ import torch
 from torch import fx
 
 from ..hardware_db.capability import Device
-from ..passes.gemm import GEMM_OPS, gemm_op
+from ..passes.gemm import GEMM_OPS, gemm_op, operand_slots
 from ..passes.graph import aten, calls, float_dtype, node_op, value_of
+from ..passes.insertion import insert_call
 from ..passes.keys import key_of
 from ..passes.plan import Decision
 from ..passes.workload import gemm_shape, tensor_of
 from .audit import Entry, Ran
 from .narrow_operands import CASTS, NarrowOperands
 from .registry import PRODUCTS, SIMULATION, Choice, Product, choose
+from .tf32_ops import TF32_OPS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,12 +140,9 @@ class _Lowerer(NarrowOperands):
 
     def replace(self, node: fx.Node, product: Product, build: _Builder) -> bool:
         """Replace a product by what `build` makes of it; False where that cannot be."""
-        if node_op(node) not in PRODUCTS:
-            return False
-        bias, fused = self._bias(node)
+        bias, fused = self._bias(node) if node_op(node) in PRODUCTS else (None, True)
         cast = self._output_cast(node) if fused or bias is None else None
-        dtype = float_dtype(cast or node)
-        assert dtype is not None
+        dtype = float_dtype(cast or node) or torch.float32
         wide = torch.float32 if not fused and bias is not None else dtype
         fresh = build(self, node, product, bias if fused else None, wide)
         if fresh is None:
@@ -230,7 +229,24 @@ def _scaled_mm(
     return low.call(torch.ops.dsmp.library_scaled_mm.default, args, before=node, like=node)
 
 
+def _tf32(low: _Lowerer, node: fx.Node, product: Product, bias: fx.Node | None, dtype: torch.dtype) -> fx.Node | None:
+    """A library's operator on the operands as they were before rounding: its matrix units round them."""
+    target = TF32_OPS.get(product.aten)
+    if target is None:
+        return None
+    args = list(node.args)
+    for index, _ in operand_slots(node):
+        operand = low.whole(args[index], product) if isinstance(args[index], fx.Node) else None
+        if operand is None:
+            return None
+        args[index] = operand.values
+    fresh = insert_call(low.graph, target, tuple(args), dict(node.kwargs), like=node, joint=low.joint, before=node)
+    fresh.meta.pop("dsmp_split_of", None)
+    return fresh
+
+
 _BUILDERS: Mapping[str, _Builder] = {
+    "torch_tf32": _tf32,
     "triton_gemm": _gemm,
     "triton_block_gemm": _block_mm,
     "triton_mx_gemm": _mx_mm,

@@ -21,6 +21,7 @@ from .kernels.gemm_configs import has_gemm
 from .kernels.mx_gemm import mx_gemm_available
 from .kernels.scales import QUANTIZED_DTYPES
 from .targets import NO_MATRIX_INSTRUCTIONS, target_of
+from .tf32_ops import TF32_OPS
 
 PRODUCTS = frozenset({"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"})
 """Operators that Triton kernels replace: products of two tensors."""
@@ -178,12 +179,13 @@ def _torch_scaled_mm(product: Product, device: Device) -> Verdict:
     return Verdict(True, f"_scaled_mm multiplies {product.compute} with scales per {product.recipe}")
 
 
-def _torch_convolution_tf32(product: Product, device: Device) -> Verdict:
-    if product.op_class != "conv" or product.compute != "tf32":
-        return _no("it is a convolution in tf32")
+def _torch_tf32(product: Product, device: Device) -> Verdict:
+    # attention that was captured on a CPU has another operator there; on the GPU it is one of those that can
+    if product.compute != "tf32" or (product.aten not in TF32_OPS and product.op_class != "sdpa"):
+        return _no("it is for convolutions and fused attention in tf32")
     if device.vendor != "nvidia":
-        return _no(f"cuDNN runs on NVIDIA GPUs, not on {device.isa}")
-    return Verdict(True, "cuDNN multiplies fp32 tensors in tf32 where it is allowed to")
+        return _no(f"cuDNN and CUDA's fused attention run on NVIDIA GPUs, not on {device.isa}")
+    return Verdict(True, f"{product.aten} multiplies fp32 tensors in tf32 where it is allowed to")
 
 
 def _simulation(product: Product, device: Device) -> Verdict:
@@ -200,8 +202,8 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         about="torch._scaled_mm: cuBLASLt, CUTLASS or hipBLASLt with fp8 operands",
     ),
     Implementation(
-        name="torch_convolution_tf32", kind="library", available=_torch_convolution_tf32, share=1.0,
-        about="a convolution of cuDNN that may use tf32, for this node alone",
+        name="torch_tf32", kind="library", available=_torch_tf32, share=1.0,
+        about="a convolution of cuDNN or fused attention that may use tf32, for this node alone",
     ),
     Implementation(
         name="triton_gemm", kind="triton", available=_triton_gemm, share=0.9,
@@ -289,8 +291,8 @@ def choose(
 
 def _is_about(name: str, product: Product) -> bool:
     """Whether an implementation's refusal tells a reader something: it is the one made for such a product."""
-    if product.op_class == "conv":
-        return name == "torch_convolution_tf32" if product.compute == "tf32" else name == "torch"
+    if product.op_class in ("conv", "sdpa"):
+        return name == "torch_tf32" if product.compute == "tf32" else name == "torch"
     if product.recipes <= _BLOCKS:
         return name == "triton_block_gemm"
     if product.recipes == {"mx32"}:

@@ -67,8 +67,10 @@ def test_the_fastest_available_one_is_taken_and_the_times_are_told() -> None:
 def test_convolutions_and_attention_are_the_library_s() -> None:
     device = resolve_hardware("a100")
     conv = product("tf32", op_class="conv", aten="aten.convolution", shape=None)
-    assert choose(conv, device).implementation.name == "torch_convolution_tf32"
+    assert choose(conv, device).implementation.name == "torch_tf32"
     assert choose(conv, resolve_hardware("mi300x")).implementation is SIMULATION
+    fused = product("tf32", op_class="sdpa", aten="aten._scaled_dot_product_efficient_attention", shape=None)
+    assert choose(fused, device).implementation.name == "torch_tf32"
     attention = product("bf16", op_class="sdpa", aten="aten._scaled_dot_product_flash_attention", shape=None)
     assert choose(attention, device).implementation.name == "torch"
 

@@ -212,3 +212,30 @@ def test_an_all_fp32_plan_is_plain_inductor(name: str) -> None:
         found.append([loss.detach().reshape(1), *(g.clone() for g in gradients(case.model))])
     assert relative(found[1], found[0]) < 1e-5
     assert abs(found[1][0] - found[0][0]) < 1e-5 * abs(found[0][0])
+
+
+def test_a_graph_from_inductor_s_cache_has_its_plan_and_audit(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[bool] = []
+    apply = PrecisionPass.apply
+
+    def count(self: PrecisionPass, gm: torch.fx.GraphModule) -> None:
+        ran.append(True)
+        apply(self, gm)
+
+    monkeypatch.setattr(PrecisionPass, "apply", count)
+    found = []
+    with fresh_cache():
+        for _ in range(2):
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 8))
+            run = torch.compile(model, backend="dsmp", options={"hardware": "a100"})
+            run(torch.randn(4, 64)).sum().backward()
+            ran.append(False)
+            found.append((dsmp.plan_of(run), dsmp.audit(run)))
+    # the pass ran while compiling; the second time only when somebody asked
+    assert ran == [True, False, False, True]
+    (plan, audit), (again, audited) = found
+    assert [d.key for d in again] == [d.key for d in plan]
+    assert [(e.key, e.implementation, e.ran) for e in audited] == [(e.key, e.implementation, e.ran) for e in audit]
+    assert {e.key for e in audited} == {d.key for d in plan}
