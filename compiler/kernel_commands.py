@@ -14,7 +14,7 @@ from ..codegen.emission.kernel_files import EmittedKernel, emit_kernels
 from ..codegen.emission.plan_kernels import PlanKernels, plan_kernels
 from ..codegen.lower_products import Lowering
 from ..codegen.registry import check_names
-from ..codegen.targets import get_target, target_of
+from ..codegen.targets import TARGETS, get_target, target_of
 from ..errors import InvalidOptionError, UnknownTargetError
 from ..hardware_db.capability import Device
 from ..hardware_db.detect import resolve_hardware
@@ -67,7 +67,7 @@ def kernels(
     plan, device = _plan_for(arguments, target, stages)
     isa = target_of(device)
     if isa is None:
-        raise UnknownTargetError(device.isa, [])
+        raise UnknownTargetError(device.isa, TARGETS)
     needed = plan_kernels(plan, device, forced=forced, without=without)
     with stages.stage("compiling", f"compiling {len(needed.kernels)} kernels for {isa.isa}") as tell:
         emitted = emit_kernels(
