@@ -236,7 +236,8 @@ def _tf32(low: _Lowerer, node: fx.Node, product: Product, bias: fx.Node | None, 
         return None
     args = list(node.args)
     for index, _ in operand_slots(node):
-        operand = low.whole(args[index], product) if isinstance(args[index], fx.Node) else None
+        given = args[index]
+        operand = low.whole(given, product) if isinstance(given, fx.Node) else None
         if operand is None:
             return None
         args[index] = operand.values

@@ -20,7 +20,7 @@ _WRAPPED = (
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_efficient_attention_backward.default,
 )
-_LIBRARY = torch.library.Library("dsmp", "FRAGMENT")
+_LIBRARY: Any = torch.library.Library("dsmp", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
