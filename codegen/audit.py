@@ -29,7 +29,6 @@ class Ran(Enum):
     SIMULATED = "simulated"
     AS_TRACED = "as traced"
     FELL_BACK = "fell back"
-    MISSING = "not in this graph"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

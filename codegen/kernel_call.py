@@ -55,14 +55,14 @@ class KernelCall:
             return
         devices = {a.device.type for a in self.arguments.values() if isinstance(a, Tensor)}
         if devices == {"cpu"}:
-            interpret(self.kernel, self.grid, {**self.arguments, **self._constants(interpreted=True)})
+            interpret(self.kernel, self.grid, {**self.arguments, **self.compiled_in(interpreted=True)})
             return
         options = {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages, **self.config.options}
         first = next(a for a in self.arguments.values() if isinstance(a, Tensor))
         with torch.cuda.device(first.device):
-            self.kernel[self.grid](**self.arguments, **self._constants(interpreted=False), **options)
+            self.kernel[self.grid](**self.arguments, **self.compiled_in(interpreted=False), **options)
 
-    def _constants(self, *, interpreted: bool) -> dict[str, Any]:
+    def compiled_in(self, *, interpreted: bool) -> dict[str, Any]:
         """Constexprs; kernels that must know how they are run have one of the name INTERPRETED."""
         constants = dict(self.constants)
         if "INTERPRETED" in self.kernel.arg_names:

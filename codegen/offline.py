@@ -62,7 +62,7 @@ def compile_call(call: KernelCall, target: Target) -> CompiledKernel:
 def _specialize(call: KernelCall) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int, ...], Any]]:
     """Signature, constants and alignment as Triton's launcher derives them from the arguments (triton/runtime/jit.py):
     pointers and ints divisible by 16 are marked, ints equal to 1 and None are constants."""
-    given = {**call.arguments, **call._constants(interpreted=False)}
+    given = {**call.arguments, **call.compiled_in(interpreted=False)}
     constexprs = {p.name for p in call.kernel.params if p.is_constexpr}
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}

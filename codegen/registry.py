@@ -65,12 +65,11 @@ class Implementation:
     """One way to compute products.
 
     kind: `triton`, `library` or `simulation`. `available`: the verdict for a product on a device. `share`: the part
-    of the device's achievable rate that it reaches, where no measurement says otherwise. `about`: what it is.
+    of the device's achievable rate that it is assumed to reach: `bench/gemm.py` measures it.
     """
 
     name: str
     kind: str
-    about: str
     available: Callable[[Product, Device], Verdict]
     share: float
 
@@ -192,36 +191,18 @@ def _simulation(product: Product, device: Device) -> Verdict:
     return Verdict(True, "operands are rounded as planned and multiplied in fp32")
 
 
+# torch: the operator itself (cuBLAS, cuDNN, hipBLASLt, MIOpen, fused attention). torch_scaled_mm: torch._scaled_mm
+# (cuBLASLt, CUTLASS, hipBLASLt). torch_tf32: a convolution or fused attention that may use tf32, for one node alone.
+# triton_*: the families in kernels/. simulation: operands rounded exactly, then torch's operator in fp32.
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    Implementation(
-        name="torch", kind="library", available=_torch_operator, share=1.0,
-        about="the operator of torch itself: cuBLAS, cuDNN, hipBLASLt, MIOpen, fused attention",
-    ),
-    Implementation(
-        name="torch_scaled_mm", kind="library", available=_torch_scaled_mm, share=1.0,
-        about="torch._scaled_mm: cuBLASLt, CUTLASS or hipBLASLt with fp8 operands",
-    ),
-    Implementation(
-        name="torch_tf32", kind="library", available=_torch_tf32, share=1.0,
-        about="a convolution of cuDNN or fused attention that may use tf32, for this node alone",
-    ),
-    Implementation(
-        name="triton_gemm", kind="triton", available=_triton_gemm, share=0.9,
-        about="our GEMM: tf32, bf16, fp16, fp8, int8 with scales of whole operands, rows and columns",
-    ),
-    Implementation(
-        name="triton_block_gemm", kind="triton", available=_triton_block_gemm, share=0.8,
-        about="our block-scaled GEMM: fp8 with 1x128 and 128x128 scales, promoted to fp32 every 128",
-    ),
-    Implementation(
-        name="triton_mx_gemm", kind="triton", available=_triton_mx_gemm, share=0.8,
-        about="our GEMM on mx operands: fp8 with a power-of-two scale for every 32",
-    ),
-    Implementation(
-        name="simulation", kind="simulation", available=_simulation, share=1.0,
-        about="exact rounding of the operands, then the operator of torch in fp32",
-    ),
-)  # fmt: skip
+    Implementation(name="torch", kind="library", available=_torch_operator, share=1.0),
+    Implementation(name="torch_scaled_mm", kind="library", available=_torch_scaled_mm, share=1.0),
+    Implementation(name="torch_tf32", kind="library", available=_torch_tf32, share=1.0),
+    Implementation(name="triton_gemm", kind="triton", available=_triton_gemm, share=0.9),
+    Implementation(name="triton_block_gemm", kind="triton", available=_triton_block_gemm, share=0.8),
+    Implementation(name="triton_mx_gemm", kind="triton", available=_triton_mx_gemm, share=0.8),
+    Implementation(name="simulation", kind="simulation", available=_simulation, share=1.0),
+)
 """Every implementation, library calls first: among equal times the first one is taken."""
 
 SIMULATION = IMPLEMENTATIONS[-1]

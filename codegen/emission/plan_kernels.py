@@ -105,7 +105,7 @@ def plan_kernels(
             continue
         total += decision.flops
         product = product_from(decision)
-        choice = _choose(product, device, forced, without)
+        choice = choose(product, device, forced=forced, without=without)
         name = choice.implementation.name
         if choice.implementation.kind == "library":
             library.setdefault((name, product.compute, decision.op), []).append(decision)
@@ -150,10 +150,6 @@ def product_from(decision: Decision) -> Product:
         traced=decision.traced,
         shape=shape,
     )
-
-
-def _choose(product: Product, device: Device, forced: Mapping[str, str] | None, without: Collection[str]) -> Choice:
-    return choose(product, device, forced=forced, without=without)
 
 
 @dataclass(kw_only=True)

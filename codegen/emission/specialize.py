@@ -65,7 +65,7 @@ def specialized_source(call: KernelCall, *, nodes: Sequence[str], target: Target
 
 def _facts(call: KernelCall) -> Facts:
     facts = Facts()
-    given = {**call.arguments, **call._constants(interpreted=False)}
+    given = {**call.arguments, **call.compiled_in(interpreted=False)}
     for parameter in call.kernel.params:
         name = parameter.name
         value = given.get(name, parameter.default)
