@@ -19,16 +19,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from ..errors import KernelUnavailableError
 from ..hardware_db.capability import Device
 from ..passes.gemm import GEMM_OPS, gemm_op, operand_slots
-from ..passes.graph import aten, calls, float_dtype, node_op, value_of
+from ..passes.graph import aten, calls, float_dtype, node_op, shape_of, value_of
 from ..passes.insertion import insert_call
 from ..passes.keys import key_of
 from ..passes.plan import Decision
 from ..passes.workload import gemm_shape, tensor_of
 from .audit import Entry, Ran
 from .narrow_operands import CASTS, NarrowOperands
-from .registry import PRODUCTS, SIMULATION, Choice, Product, choose
+from .registry import PRODUCTS, SIMULATION, Choice, Product, choose, forced_name
 from .tf32_ops import TF32_OPS
 
 
@@ -97,8 +98,11 @@ def lower_products(
 
 def _lower(node: fx.Node, decision: Decision, how: Lowering, lowerer: _Lowerer, simulated: bool) -> Entry:
     product = product_of(node, decision)
-    if product.as_traced:
+    asked = forced_name(product.key, how.forced)
+    if product.as_traced and (asked in (None, "torch") or not how.kinds):
         return Entry.of(decision, "torch", Ran.AS_TRACED, "planned as the model was written")
+    if product.shape is None and product.aten in PRODUCTS:
+        return Entry.of(decision, "torch", Ran.SIMULATED, "an operand is empty: there is nothing to multiply")
     planned = choose(product, how.device, forced=how.forced, without=how.without)
     able = planned
     if how.kinds != ("triton", "library"):
@@ -110,6 +114,10 @@ def _lower(node: fx.Node, decision: Decision, how: Lowering, lowerer: _Lowerer, 
         if how.interpret:
             return Entry.of(decision, implementation.name, Ran.INTERPRETED, "its kernel runs in Triton's interpreter")
         return Entry.of(decision, implementation.name, Ran.NATIVE, able.reason)
+    if asked is not None and implementation.name == asked and replace is not None:
+        raise KernelUnavailableError(
+            f"{product.key}: the operands are not laid out as {asked} needs them. Do not name an implementation for it."
+        )
     if not simulated:
         return Entry.of(decision, "torch", Ran.NATIVE, f"{product.aten} takes {product.compute} operands")
     return _rounded(decision, product, how, planned, able)
@@ -141,14 +149,14 @@ class _Lowerer(NarrowOperands):
     def replace(self, node: fx.Node, product: Product, build: _Builder) -> bool:
         """Replace a product by what `build` makes of it; False where that cannot be."""
         bias, fused = self._bias(node) if node_op(node) in PRODUCTS else (None, True)
-        cast = self._output_cast(node) if fused or bias is None else None
+        cast = self._output_cast(node) if fused else None
         dtype = float_dtype(cast or node) or torch.float32
-        wide = torch.float32 if not fused and bias is not None else dtype
+        wide = dtype if fused else torch.float32
         fresh = build(self, node, product, bias if fused else None, wide)
         if fresh is None:
             return False
         fresh.meta["dsmp_key"] = key_of(node)
-        result = fresh if fused or bias is None else self._add_bias(node, fresh, bias)
+        result = fresh if fused else self._add_bias(node, fresh, bias)
         old = cast or node
         old.replace_all_uses_with(result)
         self.replaced += [node] if cast is None else [cast, node]
@@ -174,16 +182,20 @@ class _Lowerer(NarrowOperands):
         bias = node.args[position]
         assert isinstance(bias, fx.Node)
         plain = bool(node.kwargs.get("alpha", 1) == 1 and node.kwargs.get("beta", 1) == 1)
-        return bias, plain and tensor_of(bias).dim() == 1 and node_op(node) == "aten.addmm"
+        # a bias of one element is stretched over the columns, which a kernel would have to know
+        vector = tensor_of(bias).dim() == 1 and shape_of(tensor_of(bias))[0] == shape_of(tensor_of(node))[-1]
+        return bias, plain and vector and node_op(node) == "aten.addmm"
 
-    def _add_bias(self, node: fx.Node, product: fx.Node, bias: fx.Node) -> fx.Node:
-        wide = product
-        for factor, which in ((node.kwargs.get("alpha", 1), "product"), (node.kwargs.get("beta", 1), "bias")):
-            if factor == 1:
-                continue
-            scaled = self.call(aten.mul.Tensor, (wide if which == "product" else bias, factor), before=node, like=node)
-            wide, bias = (scaled, bias) if which == "product" else (wide, scaled)
-        return self.call(aten.add.Tensor, (wide, bias), before=node, like=node)
+    def _add_bias(self, node: fx.Node, product: fx.Node, bias: fx.Node | None) -> fx.Node:
+        """alpha * product + beta * bias, in fp32."""
+        alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
+        if alpha != 1:
+            product = self.call(aten.mul.Tensor, (product, alpha), before=node, like=node)
+        if bias is None:
+            return product
+        if beta != 1:
+            bias = self.call(aten.mul.Tensor, (bias, beta), before=node, like=node)
+        return self.call(aten.add.Tensor, (product, bias), before=node, like=node)
 
 
 def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -246,7 +258,18 @@ def _tf32(low: _Lowerer, node: fx.Node, product: Product, bias: fx.Node | None, 
     return fresh
 
 
+def _half_mm(
+    low: _Lowerer, node: fx.Node, product: Product, bias: fx.Node | None, dtype: torch.dtype
+) -> fx.Node | None:
+    left, right = (low.whole(operand, product) for operand in _operands(node))
+    if left is None or right is None or left.scales is None or right.scales is None:
+        return None
+    args = (left.values, right.values, left.scales, right.scales, bias, dtype)
+    return low.call(torch.ops.dsmp.library_half_mm.default, args, before=node, like=node)
+
+
 _BUILDERS: Mapping[str, _Builder] = {
+    "torch_half_mm": _half_mm,
     "torch_tf32": _tf32,
     "triton_gemm": _gemm,
     "triton_block_gemm": _block_mm,

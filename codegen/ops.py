@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from ..hardware_db.formats import get_recipe
+from ..passes import rounding
 from .kernels.block_gemm import block_gemm
 from .kernels.gemm import gemm as gemm_kernel
 from .kernels.mx_gemm import mx_gemm
 from .kernels.quantize import quantize_rows, quantize_tiles
 from .kernels.quantize_vectors import quantize_tensor, quantize_vectors
 from .kernels.scales import QUANTIZED_DTYPES
+from .running import running_device
+from .targets import target_of
 
 _GROUPS = {"1x128": 128, "mx32": 32}
 
@@ -33,8 +36,11 @@ def quantize(x: Tensor, format: str, recipe: str, axis: int) -> tuple[Tensor, Te
 
     x: a matrix, or of any rank under "tensor". Scales are fp32 with x's rank, a byte each (E8M0) under "mx32".
     """
+    if x.numel() == 0 or (x.device.type != "cpu" and target_of(running_device()) is None):
+        exact = rounding.quantize(x, format, recipe, axis=axis)
+        return exact.values.to(value_dtype(format)), exact.scale
     if recipe == "tensor":
-        flat = x.reshape(-1, x.shape[-1]) if x.dim() != 2 and x.numel() else x.reshape(x.shape[0] if x.dim() else 1, -1)
+        flat = x.reshape(-1, x.shape[-1]) if x.dim() > 1 else x.reshape(1, -1)
         values, scale, _ = quantize_tensor(flat, format, power_of_two=format == "fp16")
         return values.reshape(x.shape), scale.reshape([1] * x.dim())
     if recipe == "128x128":
@@ -163,6 +169,23 @@ def mx_mm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor |
 @mx_mm.register_fake
 def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+
+
+@torch.library.custom_op("dsmp::library_half_mm", mutates_args=())
+def library_half_mm(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """a @ b + bias of fp16 matrices or batches of them, with a scale each, added up and scaled in fp32."""
+    multiply = torch.bmm if a.dim() == 3 else torch.mm
+    on_cpu = a.device.type == "cpu"  # torch's product with another output dtype is for CUDA
+    product = multiply(a.float(), b.float()) if on_cpu else multiply(a, b, out_dtype=torch.float32)
+    product = product * (a_scale.reshape(()) * b_scale.reshape(()))
+    return (product if bias is None else product + bias).to(dtype)
+
+
+@library_half_mm.register_fake
+def _(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=dtype)
 
 
 @torch.library.custom_op("dsmp::library_scaled_mm", mutates_args=())

@@ -118,6 +118,8 @@ def _triton_gemm(product: Product, device: Device) -> Verdict:
         return refused
     if not product.recipes <= _WHOLE:
         return _no(f"it scales whole operands, rows and columns, not {product.recipe}")
+    if "row" in product.recipes and product.aten not in ("aten.mm", "aten.addmm"):
+        return _no(f"it scales rows of matrices, not of the batches of {product.aten}")
     if product.compute == "fp64":
         return _no("fp64 is left to the library")
     target = target_of(device)
@@ -178,6 +180,14 @@ def _torch_scaled_mm(product: Product, device: Device) -> Verdict:
     return Verdict(True, f"_scaled_mm multiplies {product.compute} with scales per {product.recipe}")
 
 
+def _torch_half_mm(product: Product, device: Device) -> Verdict:
+    if product.aten not in PRODUCTS or product.compute != "fp16" or product.recipes != {"tensor"}:
+        return _no("it multiplies fp16 operands with a scale each")
+    if device.isa not in NO_MATRIX_INSTRUCTIONS:
+        return _no(f"it is for GPUs without Triton kernels, not for {device.isa}")
+    return Verdict(True, "cuBLAS multiplies fp16 and adds up in fp32, the scales are applied to the result")
+
+
 def _torch_tf32(product: Product, device: Device) -> Verdict:
     # attention that was captured on a CPU has another operator there; on the GPU it is one of those that can
     if product.compute != "tf32" or (product.aten not in TF32_OPS and product.op_class != "sdpa"):
@@ -192,11 +202,13 @@ def _simulation(product: Product, device: Device) -> Verdict:
 
 
 # torch: the operator itself (cuBLAS, cuDNN, hipBLASLt, MIOpen, fused attention). torch_scaled_mm: torch._scaled_mm
-# (cuBLASLt, CUTLASS, hipBLASLt). torch_tf32: a convolution or fused attention that may use tf32, for one node alone.
-# triton_*: the families in kernels/. simulation: operands rounded exactly, then torch's operator in fp32.
+# (cuBLASLt, CUTLASS, hipBLASLt). torch_half_mm: mm of scaled fp16 operands. torch_tf32: a convolution or fused
+# attention that may use tf32, for one node alone. triton_*: the families in kernels/. simulation: operands rounded
+# exactly, then torch's operator in fp32.
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Implementation(name="torch", kind="library", available=_torch_operator, share=1.0),
     Implementation(name="torch_scaled_mm", kind="library", available=_torch_scaled_mm, share=1.0),
+    Implementation(name="torch_half_mm", kind="library", available=_torch_half_mm, share=1.0),
     Implementation(name="torch_tf32", kind="library", available=_torch_tf32, share=1.0),
     Implementation(name="triton_gemm", kind="triton", available=_triton_gemm, share=0.9),
     Implementation(name="triton_block_gemm", kind="triton", available=_triton_block_gemm, share=0.8),
@@ -215,10 +227,16 @@ def names() -> tuple[str, ...]:
 
 def check_names(option: str, given: Collection[str]) -> None:
     """Raise InvalidOptionError for a name that no implementation has."""
+    known = names()[:-1] if "without" in option else names()  # there is always simulation
     for name in given:
-        if name not in names():
-            hint = did_you_mean(str(name), names())
-            raise InvalidOptionError(option, name, f"one of {', '.join(names())}" + (f" ({hint})" if hint else ""))
+        if name not in known:
+            hint = did_you_mean(str(name), known)
+            raise InvalidOptionError(option, name, f"one of {', '.join(known)}" + (f" ({hint})" if hint else ""))
+
+
+def forced_name(key: str, forced: Mapping[str, str]) -> str | None:
+    """The implementation that was asked for by name for a node: the last glob that matches counts."""
+    return next((name for glob, name in reversed(tuple(forced.items())) if fnmatchcase(key, glob)), None)
 
 
 def choose(
@@ -234,7 +252,7 @@ def choose(
     forced: names by glob over node keys, the last match counts. `without`: names not to use. `kinds`: which kinds may
     be taken. Raises KernelUnavailableError when the one asked for by name cannot serve the product.
     """
-    wanted = next((n for g, n in reversed(tuple((forced or {}).items())) if fnmatchcase(product.key, g)), None)
+    wanted = forced_name(product.key, forced or {})
     refused: dict[str, str] = {}
     able: list[Implementation] = []
     for implementation in IMPLEMENTATIONS[:-1]:

@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,12 +24,14 @@ from torch import fx
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from ..codegen.audit import Audit
 from ..codegen.lower_products import Lowering
 from ..errors import PlanHardwareError, UnknownHardwareError
 from ..hardware_db.capability import Device
 from ..hardware_db.detect import detect, resolve_hardware
 from ..passes.keys import ModuleNames
 from ..passes.plan import Decision, PrecisionPlan
+from ..passes.plan_fields import GEMM_CLASSES
 from ..passes.select_default import rules_without_a_node, select_default
 from .calibrated import Calibration, plan_from_measurement
 from .capture import Capture, key_graph
@@ -177,6 +180,7 @@ class PrecisionPass(CustomGraphPass):
         if plan is not None:
             report_undecided(applied.report.undecided, plan.model.source, strict=self.options.strict)
         if applied.audit is not None:
+            self._check_globs(applied.audit)
             remember_audit(applied.audit, self._target())
             if self.options.strict:
                 applied.audit.check()
@@ -184,6 +188,13 @@ class PrecisionPass(CustomGraphPass):
 
     def _target(self) -> Any:
         return None if self.target is None else self.target()
+
+    def _check_globs(self, audit: Audit) -> None:
+        """Say which of the names asked for match no product of this graph."""
+        products = [e.key for e in audit if e.op in GEMM_CLASSES]
+        for glob, name in self.options.implementations.items():
+            if not any(fnmatchcase(key, glob) for key in products):
+                log.warning("implementation %r for %r matches no product of this graph", name, glob)
 
     def _lowering(self) -> Lowering:
         """How products run: native kernels on the planned device alone; the interpreter needs tensors on a CPU."""

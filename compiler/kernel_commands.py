@@ -14,8 +14,8 @@ from ..codegen.emission.kernel_files import EmittedKernel, emit_kernels
 from ..codegen.emission.plan_kernels import PlanKernels, plan_kernels
 from ..codegen.lower_products import Lowering
 from ..codegen.registry import check_names
-from ..codegen.targets import TARGETS, get_target, target_of
-from ..errors import InvalidOptionError, UnknownTargetError
+from ..codegen.targets import NO_MATRIX_INSTRUCTIONS, TARGETS, get_target, target_of
+from ..errors import InvalidOptionError, KernelUnavailableError
 from ..hardware_db.capability import Device
 from ..hardware_db.detect import resolve_hardware
 from ..passes.plan import PrecisionPlan, load_plan
@@ -23,6 +23,7 @@ from .capture import Capture
 from .console import Printer, Stages, write_json
 from .execution import apply_decisions
 from .model_commands import ModelArguments, captured_plan, only_our_words
+from .pipeline import check_plan_hardware
 from .render_kernels import print_audit, print_kernels
 from .saved_activations import copy_graph, lazily
 
@@ -67,7 +68,7 @@ def kernels(
     plan, device = _plan_for(arguments, target, stages)
     isa = target_of(device)
     if isa is None:
-        raise UnknownTargetError(device.isa, TARGETS)
+        raise _without_kernels(device.isa)
     needed = plan_kernels(plan, device, forced=forced, without=without)
     with stages.stage("compiling", f"compiling {len(needed.kernels)} kernels for {isa.isa}") as tell:
         emitted = emit_kernels(
@@ -125,10 +126,13 @@ def _plan_for(arguments: ModelArguments, target: str | None, stages: Stages) -> 
     if arguments.model.endswith(".json"):
         plan = load_plan(arguments.model)
         device = resolve_hardware(arguments.hardware or plan.hardware, arguments.hardware_files)
+        check_plan_hardware(plan, device)
         if target is not None and target_of(device) is not get_target(target):
             raise InvalidOptionError("--target", target, f"{device.isa}, which the plan was made for, or a MODEL")
         return plan, device
     if target is not None:
+        if target in NO_MATRIX_INSTRUCTIONS:
+            raise _without_kernels(target)
         get_target(target)
         if arguments.hardware is None:
             arguments = ModelArguments(**{**_fields(arguments), "hardware": target})
@@ -139,6 +143,12 @@ def _plan_for(arguments: ModelArguments, target: str | None, stages: Stages) -> 
             "--target", target, f"{device.isa}, the instruction set of {device.id}, or leave it out"
         )
     return plan, device
+
+
+def _without_kernels(isa: str) -> KernelUnavailableError:
+    return KernelUnavailableError(
+        f"there are no Triton kernels for {isa}: its products are left to libraries. Targets: {', '.join(TARGETS)}."
+    )
 
 
 def _fields(arguments: ModelArguments) -> dict[str, Any]:

@@ -37,8 +37,7 @@ def plan_of(compiled: nn.Module | Callable[..., Any]) -> PrecisionPlan:
     plan, without a solution of its own. Raises InvalidOptionError for what was not compiled by dsmp, or not yet.
     """
     target = _plain(compiled)
-    _catch_up(target)
-    plans = _PLANS.get(target)
+    plans = _PLANS.get(target) if _catch_up(target) else None
     if not plans:
         raise InvalidOptionError(
             "plan_of", type(compiled).__name__,
@@ -53,8 +52,7 @@ def audit(compiled: nn.Module | Callable[..., Any]) -> Audit:
     Raises InvalidOptionError for what was not compiled by dsmp, or not yet.
     """
     target = _plain(compiled)
-    _catch_up(target)
-    audits = _AUDITS.get(target)
+    audits = _AUDITS.get(target) if _catch_up(target) else None
     if not audits:
         raise InvalidOptionError(
             "audit", type(compiled).__name__,
@@ -77,13 +75,15 @@ def defer(target: Any, find_out: Callable[[], None]) -> None:
         _DEFERRED.setdefault(target, []).append(find_out)
 
 
-def _catch_up(target: Any) -> None:
+def _catch_up(target: Any) -> bool:
+    """Find out what was put off; False for what cannot have been compiled."""
     try:
         pending = _DEFERRED.pop(target, [])
-    except TypeError:  # not something that can be referred to weakly, so nothing that was compiled
-        return
+    except TypeError:  # it cannot be referred to weakly
+        return False
     for find_out in pending:
         find_out()
+    return True
 
 
 def remember(plan: PrecisionPlan, target: Any) -> PrecisionPlan:

@@ -38,7 +38,9 @@ def print_kernels(
     covered = f"{100 * needed.covered:.4g} % of the planned GEMM FLOPs are covered"
     kernels = sum(k.flops for k in needed.kernels)
     if needed.flops:
-        covered += f": {100 * kernels / needed.flops:.1f} % by {len(emitted)} kernels, the rest by libraries"
+        library = sum(c.flops for c in needed.library)
+        by_kernels, by_libraries = (f"{100 * flops / needed.flops:.1f} %" for flops in (kernels, library))
+        covered += f": {by_kernels} by {len(emitted)} kernels, {by_libraries} by libraries"
     parts.append(covered)
     if needed.uncovered:
         shown = list(needed.uncovered.items())[:_SHOWN]

@@ -105,7 +105,10 @@ def _instructions(compiled: CompiledKernel) -> tuple[str, ...]:
 def _write(
     folder: Path, name: str, kernel: PlannedKernel, compiled: CompiledKernel, target: Target, notes: Mapping[str, str]
 ) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        raise PlanFileError(f"folder {str(folder)!r} cannot be made ({failure.strerror}). Name another.") from failure
     code = compiled.code
     shapes = ", ".join(f"{s.batch}x" * (s.batch > 1) + f"{s.m}x{s.n}x{s.k}" for s in kernel.shapes)
     lines = {

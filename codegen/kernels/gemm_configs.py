@@ -158,12 +158,13 @@ def _candidates(format: str, target: Target, limits: tuple[int, int, int]) -> It
 
 _Tile = tuple[int, int, int]
 
-# m, n, warps; those that spilled in no format, with every part of the epilogue
+# m, n, warps. What comes first for a shape was compiled without spills, with every part of the epilogue; what comes
+# later may spill, and measuring then finds it slow
 _BIG: tuple[_Tile, ...] = ((128, 256, 8), (256, 128, 8))
 _SQUARE: tuple[_Tile, ...] = ((128, 128, 8),)
 _TILES: tuple[_Tile, ...] = ((128, 64, 4), (64, 128, 4), (64, 64, 4))
 # RDNA has 32 lanes to a wave and 256 registers, the accumulator's among them
-_TILES_OF_8: tuple[_Tile, ...] = ((128, 64, 8), (64, 128, 8), (64, 64, 4))
+_TILES_OF_8: tuple[_Tile, ...] = ((128, 64, 8), (64, 128, 8), (64, 64, 8))
 _FLAT: tuple[_Tile, ...] = ((32, 128, 4), (32, 64, 4), (16, 128, 4), (16, 64, 4), (16, 32, 2))
 _VECTOR: tuple[_Tile, ...] = ((128, 128, 8), (128, 64, 8), (64, 64, 4), (32, 64, 4), (16, 64, 4), (16, 32, 2))
 

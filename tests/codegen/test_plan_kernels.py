@@ -71,11 +71,14 @@ def test_other_formats(hardware: str, rule: str) -> None:
 
 
 def test_what_nothing_computes_is_named() -> None:
-    plan = plan_for("v100", "fp16")
-    needed = plan_kernels(plan, dsmp.resolve_hardware("v100"))
+    plan = plan_for("mi100", "fp16")
+    needed = plan_kernels(plan, dsmp.resolve_hardware("mi100"))
     assert needed.covered < 1.0
     assert not needed.kernels
-    assert all("Triton emits no matrix instruction for sm_70" in why for why in needed.uncovered.values())
+    assert all("there are no kernels for gfx908" in why for why in needed.uncovered.values())
+    cublas = plan_kernels(plan_for("v100", "fp16"), dsmp.resolve_hardware("v100"))
+    assert cublas.covered == 1.0
+    assert {c.implementation for c in cublas.library} == {"torch_half_mm"}
 
 
 def test_the_user_s_choice_counts(h800: PrecisionPlan) -> None:

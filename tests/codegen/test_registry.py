@@ -27,7 +27,8 @@ def product(compute: str, recipe: str = "none", **changes: Any) -> Product:
         ("a100", "tf32", "none", "triton_gemm"),
         ("a100", "bf16", "none", "torch"),
         ("v100", "fp16", "none", "torch"),
-        ("v100", "fp16", "tensor", "simulation"),
+        ("v100", "fp16", "tensor", "torch_half_mm"),
+        ("mi100", "fp16", "tensor", "simulation"),
         ("t4", "int8", "row", "simulation"),
         ("mi250x", "fp16", "tensor", "triton_gemm"),
         ("h800", "fp8_e4m3", "1x128/128x128", "triton_block_gemm"),
@@ -88,6 +89,8 @@ def test_names_force_or_exclude() -> None:
         choose(plain, device, forced={"*": "torch"}, without=["torch"])
     with pytest.raises(KernelUnavailableError, match="do not run here"):
         choose(plain, device, forced={"*": "torch"}, kinds=("triton",))
+    with pytest.raises(InvalidOptionError, match="torch_scaled_mm"):
+        check_names("without", ["simulation"])
     with pytest.raises(InvalidOptionError, match="did you mean triton_gemm"):
         check_names("without", ["triton_gem"])
 

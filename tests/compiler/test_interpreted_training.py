@@ -8,7 +8,7 @@ from compiling import compiled
 
 import dsmp
 from dsmp.codegen.audit import Ran
-from dsmp.compiler.small_gpt import SmallGpt, SmallGptConfig, small_gpt_batch
+from dsmp.compiler.small_gpt import SmallGpt, SmallGptConfig, train_small_gpt
 
 STEPS = 20
 CONFIG = SmallGptConfig(layers=2, context=32)
@@ -21,15 +21,8 @@ def train(kernels: str, steps: int) -> tuple[list[float], torch.nn.Module]:
     model = SmallGpt(CONFIG)
     options = {"hardware": "h800", "kernels": kernels, "rules": {"blocks*linear*": "fp8_e4m3"}}
     run = compiled(model, strict=kernels == "interpret", **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    losses = []
-    for number in range(steps):
-        ids, targets = small_gpt_batch(batch=2, context=32, seed=number)
-        loss = run(ids, targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = train_small_gpt(run, optimizer, steps=steps, batch=2, context=32, warmup=5)
     return losses, run
 
 
@@ -37,7 +30,7 @@ def train(kernels: str, steps: int) -> tuple[list[float], torch.nn.Module]:
 def test_twenty_steps_give_the_simulator_s_losses() -> None:
     simulated, _ = train("off", STEPS)
     interpreted, run = train("interpret", STEPS)
-    assert simulated[-1] < simulated[0] - 0.2, "it learns nothing"
+    assert simulated[-1] < simulated[0] - 0.5, "it learns nothing"
     assert interpreted == pytest.approx(simulated, abs=1e-3)
     products = [e for e in dsmp.audit(run) if e.compute == "fp8_e4m3"]
     assert len(products) == 4 * 3 * CONFIG.layers

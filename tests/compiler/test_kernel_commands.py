@@ -91,7 +91,10 @@ def test_what_kernels_refuses(plan: Path, model: str, folder: Path) -> None:
     assert "did you mean triton_gemm" in error_of(run("kernels", plan, "--without", "triton_gem"))
     assert "cannot compute fp8_e4m3" in error_of(run("kernels", plan, "--use", "*=triton_gemm"))
     assert "the instruction set of h800" in error_of(run("kernels", model, "--target", "sm_80", "--hardware", "h800"))
-    assert "unknown target" in error_of(run("kernels", model, "--hardware", "v100"))
+    for asked in (("--hardware", "v100"), ("--target", "sm_70")):
+        assert "no Triton kernels for sm_70" in error_of(run("kernels", model, *asked))
+    assert "fp8_e4m3" in error_of(run("kernels", plan, "--hardware", "a100"))
+    assert "cannot be made" in error_of(run("kernels", plan, "-o", "/proc/nothing"))
 
 
 def test_audit(model: str) -> None:

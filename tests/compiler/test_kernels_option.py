@@ -158,6 +158,60 @@ def test_biases_factors_and_batches() -> None:
     assert relative(interpreted, simulated) < 2e-6
 
 
+class Odd(nn.Module):
+    """A bias of one element, a factor without a bias, and an explicit batch with its own scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(48, 40))
+        self.bias = nn.Parameter(torch.randn(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.addmm(self.bias, x, self.weight)
+        y = y + torch.addmm(y, x, self.weight, beta=0, alpha=3)
+        heads = y.view(2, -1, 40)
+        return heads @ heads.transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "rule"),
+    [("a100", "tf32"), ("mi250x", "fp16"), ("h800", "fp8_e4m3"), ("a100", "int8"), ("b200", "fp8_e4m3")],
+)
+@pytest.mark.parametrize("rows", [6, 0])
+def test_odd_sums(hardware: str, rule: str, rows: int) -> None:
+    model, x = Odd(), torch.randn(rows, 48)
+    found = []
+    for kernels in ("off", "interpret"):
+        torch._dynamo.reset()
+        run = compiled(model, hardware=hardware, rules={"*linear*": rule, "*matmul*": rule}, kernels=kernels)
+        found.append(run(x))
+    assert found[0].shape == found[1].shape
+    if rows:
+        assert relative([found[1]], [found[0]]) < 1e-2
+
+
+def test_scaled_fp16_of_a_v100_by_cublas() -> None:
+    a, b, bias = torch.randn(6, 48), torch.randn(48, 40), torch.randn(40)
+    (x, s), (y, t) = (torch.ops.dsmp.quantize(v * 1e5, "fp16", "tensor", -1) for v in (a, b))
+    found = torch.ops.dsmp.library_half_mm(x, y, s, t, bias, torch.float32)
+    exact = (a.double() * 1e5) @ (b.double() * 1e5) + bias
+    assert relative([found], [exact]) < 1e-3
+    torch.library.opcheck(torch.ops.dsmp.library_half_mm.default, (x, y, s, t, bias, torch.float32))
+
+
+def test_names_for_what_is_planned_as_traced_count_too(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(130, 144)
+    options: dict[str, Any] = {"hardware": "a100", "rules": {"*": "fp32"}, "kernels": "interpret"}
+    with pytest.raises(Exception, match="triton_mx_gemm cannot compute fp32"):
+        compiled(Mlp(), implementations={"*": "triton_mx_gemm"}, **options)(x)
+    torch._dynamo.reset()
+    run = compiled(Mlp(), implementations={"up*": "triton_gemm", "nothing*": "torch"}, **options)
+    run(x)
+    ran = {e.key.split("|")[0]: e.ran for e in dsmp.audit(run) if e.op == "linear"}
+    assert ran == {"up": Ran.INTERPRETED, "down": Ran.AS_TRACED}
+    assert "'torch' for 'nothing*' matches no product" in caplog.text
+
+
 def test_inference_and_dynamic_sizes() -> None:
     model = Mlp().eval()
     x = torch.randn(9, 144)
@@ -226,8 +280,11 @@ def test_wrong_options_say_what_is_allowed(options: dict[str, Any], text: str) -
 
 
 def test_only_what_was_compiled_has_an_audit() -> None:
-    with pytest.raises(InvalidOptionError, match="after its first call"):
-        dsmp.audit(Mlp())
+    for thing in (Mlp(), 3, "model"):
+        with pytest.raises(InvalidOptionError, match="after its first call"):
+            dsmp.audit(thing)
+        with pytest.raises(InvalidOptionError, match="after its first call"):
+            dsmp.plan_of(thing)
     with pytest.raises(InvalidOptionError, match="after its first call"):
         dsmp.audit(compiled(Mlp(), hardware="a100"))
 
