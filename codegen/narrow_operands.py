@@ -95,7 +95,7 @@ class NarrowOperands:
         source, name, recipe, axis = operand.args
         assert isinstance(source, fx.Node)
         rank = len(shape_of(tensor_of(source)))
-        values, scales = self.quantised(self._unwidened(source), str(name), str(recipe), int(str(axis)) % rank - rank)
+        values, scales = self.quantised(source, str(name), str(recipe), int(str(axis)) % rank - rank)
         return Operand(values=values, scales=scales)
 
     def quantised(self, source: fx.Node, name: str, recipe: str, axis: int) -> tuple[fx.Node, fx.Node]:
@@ -103,14 +103,21 @@ class NarrowOperands:
         if node_op(source) == "aten.permute" and source.args[1] == [1, 0] and recipe != "tensor":
             base = source.args[0]
             assert isinstance(base, fx.Node)
-            inner = self.quantised(self._unwidened(base), name, recipe, -1 if axis == -2 else -2)
+            inner = self.quantised(base, name, recipe, -1 if axis == -2 else -2)
             return tuple(self._permuted(part, source) for part in inner)  # type: ignore[return-value]
+        source = self._as_stored(source)
         axis = -1 if recipe in ("128x128", "tensor") else axis
         key = ("quantize", source, name, recipe, axis)
         if key not in self._known:
             args = (source, name, recipe, axis)
             self._known[key] = self.call(torch.ops.dsmp.quantize.default, args, after=source, like=source)
         return self._item(self._known[key], 0), self._item(self._known[key], 1)
+
+    def _as_stored(self, source: fx.Node) -> fx.Node:
+        """A tensor before it was widened for simulation; equal views of one value are one node, so that products that
+        read it through views of their own share its quantisation."""
+        views, base = self._above_views(source)
+        return self._viewed(views, self._unwidened(base))
 
     # nodes
 
@@ -157,7 +164,7 @@ class NarrowOperands:
     def _viewed(self, views: list[fx.Node], node: fx.Node) -> fx.Node:
         """The views (outermost last) put on other values."""
         for view in views:
-            key = ("view", view, node)
+            key = ("view", node, view.target, repr(view.args[1:]), repr(view.kwargs))
             if key not in self._known:
                 later = view if node < view else node
                 fresh = insert_call(self.graph, view.target, (node, *view.args[1:]), dict(view.kwargs), like=view,

@@ -117,6 +117,33 @@ def test_what_is_quantised_is_quantised_once(monkeypatch: pytest.MonkeyPatch) ->
     assert found["dsmp.fake_quantize"] == found["aten.mm"] == found["aten.addmm"] == 0
 
 
+class Heads(nn.Module):
+    """Three projections of one normed sequence, as in attention: x float[2, length, 144] to float[2, length, 40]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(144)
+        self.q, self.k, self.v = (nn.Linear(144, 40) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return self.q(y) * self.k(y) + self.v(y)
+
+
+def test_what_several_products_read_is_quantised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Heads(), torch.randn(2, 65, 144)
+    plan = planned(model, x, "h800", formats("fp8_e4m3", "1x128/128x128", output="bf16"))
+    found = graph_of(model, x, plan, monkeypatch)
+    assert found["dsmp.block_mm"] == 9
+    # the normed sequence for all three, and the gradient of each projection
+    assert found["dsmp.quantize_both"] == 4
+    assert found["dsmp.quantize"] == 3, "the weights"
+    monkeypatch.undo()
+    simulated, _ = step(model, x, plan)
+    interpreted, _ = step(model, x, plan, kernels="interpret", strict=True)
+    assert relative(interpreted, simulated) < 4e-3
+
+
 def test_weights_are_quantised_again_and_activations_saved_narrow() -> None:
     model, x = Mlp(), torch.randn(130, 144)
     plan = planned(model, x, "h800", formats("fp8_e4m3", "1x128/128x128", output="bf16"))
