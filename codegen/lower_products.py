@@ -28,6 +28,7 @@ from ..passes.keys import key_of
 from ..passes.plan import Decision
 from ..passes.workload import gemm_shape, tensor_of
 from .audit import Entry, Ran
+from .fuse_quantise import fuse_gates
 from .narrow_operands import CASTS, NarrowOperands
 from .registry import PRODUCTS, SIMULATION, Choice, Product, choose, forced_name
 from .tf32_ops import TF32_OPS
@@ -93,6 +94,7 @@ def lower_products(
             continue
         entries.append(_lower(node, decision, lowering, lowerer, decision.key in simulated))
     lowerer.finish(lowerer.replaced)
+    fuse_gates(lowerer)
     return entries
 
 

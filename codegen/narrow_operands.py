@@ -60,7 +60,7 @@ class NarrowOperands:
         for node in replaced:
             if not node.users:
                 self.graph.erase_node(node)
-        self._erase_unread()
+        self.erase_unread()
         self._pair_quantisations()
         self.gm.recompile()
 
@@ -68,7 +68,7 @@ class NarrowOperands:
 
     def whole(self, operand: fx.Node, product: Product) -> Operand | None:
         """An operand in the format of a product that is scaled as a whole, or not at all."""
-        views, base = self._above_views(operand)
+        views, base = self.above_views(operand)
         if node_op(base) == _ROUND:
             source, name, recipe, axis = base.args
             assert isinstance(source, fx.Node)
@@ -76,17 +76,17 @@ class NarrowOperands:
                 return None
             if recipe == "none":
                 dtype = torch.float32 if name == "tf32" else value_dtype(str(name))
-                return Operand(values=self._viewed(views, self._in(self._unwidened(source), dtype)), scales=None)
+                return Operand(values=self.viewed(views, self._in(self._unwidened(source), dtype)), scales=None)
             values, scales = self.quantised(self._unwidened(source), str(name), str(recipe), int(str(axis)))
             if views and recipe != "tensor":
                 return None
-            return Operand(values=self._viewed(views, values), scales=scales)
+            return Operand(values=self.viewed(views, values), scales=scales)
         wanted = DTYPES.get(product.compute)
         narrow = self._unwidened(base)
         value = value_of(narrow)
         if wanted is None or value is None or value.dtype != wanted or product.recipe != "none":
             return None
-        return Operand(values=self._viewed(views, narrow), scales=None)
+        return Operand(values=self.viewed(views, narrow), scales=None)
 
     def blocks(self, operand: fx.Node, product: Product) -> Operand | None:
         """An operand with block scales along its contraction."""
@@ -105,7 +105,7 @@ class NarrowOperands:
             assert isinstance(base, fx.Node)
             inner = self.quantised(base, name, recipe, -1 if axis == -2 else -2)
             return tuple(self._permuted(part, source) for part in inner)  # type: ignore[return-value]
-        source = self._as_stored(source)
+        source = self.as_stored(source)
         axis = -1 if recipe in ("128x128", "tensor") else axis
         key = ("quantize", source, name, recipe, axis)
         if key not in self._known:
@@ -113,11 +113,11 @@ class NarrowOperands:
             self._known[key] = self.call(torch.ops.dsmp.quantize.default, args, after=source, like=source)
         return self._item(self._known[key], 0), self._item(self._known[key], 1)
 
-    def _as_stored(self, source: fx.Node) -> fx.Node:
+    def as_stored(self, source: fx.Node) -> fx.Node:
         """A tensor before it was widened for simulation; equal views of one value are one node, so that products that
         read it through views of their own share its quantisation."""
-        views, base = self._above_views(source)
-        return self._viewed(views, self._unwidened(base))
+        views, base = self.above_views(source)
+        return self.viewed(views, self._unwidened(base))
 
     # nodes
 
@@ -161,7 +161,7 @@ class NarrowOperands:
             self._known[key] = self.call(target, (node, dtype), after=node, like=node)
         return self._known[key]
 
-    def _viewed(self, views: list[fx.Node], node: fx.Node) -> fx.Node:
+    def viewed(self, views: list[fx.Node], node: fx.Node) -> fx.Node:
         """The views (outermost last) put on other values."""
         for view in views:
             key = ("view", node, view.target, repr(view.args[1:]), repr(view.kwargs))
@@ -175,7 +175,7 @@ class NarrowOperands:
         return node
 
     @staticmethod
-    def _above_views(node: fx.Node) -> tuple[list[fx.Node], fx.Node]:
+    def above_views(node: fx.Node) -> tuple[list[fx.Node], fx.Node]:
         views: list[fx.Node] = []
         while node_op(node) in VIEW_OPS and isinstance(node.args[0], fx.Node):
             views.insert(0, node)
@@ -193,7 +193,7 @@ class NarrowOperands:
 
     # clean-up
 
-    def _erase_unread(self) -> None:
+    def erase_unread(self) -> None:
         """Drop roundings, widenings and views that only replaced products read."""
         for node in reversed(list(self.graph.nodes)):
             gone = node_op(node) in (_ROUND, *CASTS) or node_op(node) in VIEW_OPS

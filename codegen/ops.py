@@ -16,7 +16,8 @@ from ..passes import rounding
 from .kernels.block_gemm import block_gemm
 from .kernels.gemm import gemm as gemm_kernel
 from .kernels.mx_gemm import mx_gemm
-from .kernels.quantize import quantize_rows, quantize_tiles
+from .kernels.quantize import quantize_rows, quantize_tiles, reads_once
+from .kernels.quantize_fused import gated_quantize as gated
 from .kernels.quantize_vectors import quantize_tensor, quantize_vectors
 from .kernels.scales import QUANTIZED_DTYPES
 from .running import running_device
@@ -98,6 +99,46 @@ def _(x: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x.new_empty((rows, -(-columns // 128)), dtype=torch.float32),
         x.new_empty((columns, rows), dtype=dtype).T,
         x.new_empty((-(-rows // 128), columns), dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("dsmp::gated_quantize", mutates_args=())
+def gated_quantize(gate: Tensor, up: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    """silu(gate) * up, [M, N] rounded to bf16, quantised in blocks of 1x128 along its rows: values and scales."""
+    blocks, _ = gated(gate, up, format=format, rounded=True)
+    assert blocks.rows is not None and blocks.row_scale is not None
+    return blocks.rows, blocks.row_scale
+
+
+@gated_quantize.register_fake
+def _(gate: Tensor, up: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    rows, columns = gate.shape
+    values = gate.new_empty((rows, columns), dtype=value_dtype(format))
+    return values, gate.new_empty((rows, -(-columns // 128)), dtype=torch.float32)
+
+
+@torch.library.custom_op("dsmp::gated_quantize_both", mutates_args=())
+def gated_quantize_both(gate: Tensor, up: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """silu(gate) * up, [M, N] rounded to bf16, quantised as `quantize_both` does."""
+    if gate.device.type != "cpu" and not reads_once(*gate.shape):
+        product = (torch.nn.functional.silu(gate.float()) * up.float()).bfloat16()
+        both = quantize_rows(product, format, rows=True, columns=True, transposed=True)
+    else:
+        both, _ = gated(gate, up, format=format, rows=True, columns=True, transposed=True, rounded=True)
+    assert both.rows is not None and both.row_scale is not None
+    assert both.columns is not None and both.column_scale is not None
+    return both.rows, both.row_scale, both.columns, both.column_scale
+
+
+@gated_quantize_both.register_fake
+def _(gate: Tensor, up: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, columns = gate.shape
+    dtype = value_dtype(format)
+    return (
+        gate.new_empty((rows, columns), dtype=dtype),
+        gate.new_empty((rows, -(-columns // 128)), dtype=torch.float32),
+        gate.new_empty((columns, rows), dtype=dtype).T,
+        gate.new_empty((-(-rows // 128), columns), dtype=torch.float32),
     )
 
 

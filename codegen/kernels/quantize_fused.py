@@ -2,8 +2,8 @@
 
 LayerNorm or RMSNorm (`norm`), or an activation times a gate (act(gate) * up, Shazeer, arXiv:2002.05202), in fp32, then
 blocks of `group` along rows, for the gated product along columns too. The unquantised result, which backward needs, can
-be written beside it. `rounded` says what is quantised: the fp32 result (False), or what is written of it (True), which
-is bit-equal to quantising the written tensor. And plain transposition, a tile at a time.
+be written beside it. `rounded` says what is quantised: the fp32 result (False), or what is written of it, in bf16 where
+nothing is written (True), which is bit-equal to quantising that tensor. And plain transposition, a tile at a time.
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ def norm_quantize_kernel(
             store_tile(y, written, row, offsets, rows, size, y_row, y_column)
             if ROUNDED:
                 n = widen(written, INTERPRETED)
+        elif ROUNDED:
+            n = widen(narrow(n, tl.bfloat16, False, INTERPRETED), INTERPRETED)
         store_rows(
             n, values, scale, row, offsets, start // GROUP + tl.arange(0, GROUPS).to(tl.int64), rows, size, values_row,
             values_column, scale_row, scale_column, FORMAT, MAX, POWER_OF_TWO, E8M0, GROUP, ROWS, BLOCK, NATIVE_CAST,
@@ -112,6 +114,8 @@ def gated_quantize_kernel(
         store_tile(y, written, m, n, M, N, y_stride_m, y_stride_n)
         if ROUNDED:
             h = widen(written, INTERPRETED)
+    elif ROUNDED:
+        h = widen(narrow(h, tl.bfloat16, False, INTERPRETED), INTERPRETED)
     if rows is not None:
         g = pid_n * (BLOCK_N // GROUP) + tl.arange(0, BLOCK_N // GROUP)
         store_rows(

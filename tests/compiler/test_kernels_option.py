@@ -144,6 +144,61 @@ def test_what_several_products_read_is_quantised_once(monkeypatch: pytest.Monkey
     assert relative(interpreted, simulated) < 4e-3
 
 
+class Gated(nn.Module):
+    """A gated MLP: x float[..., 144] to float[..., 144]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(144, 160, bias=False) for _ in range(2))
+        self.down = nn.Linear(160, 144, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def test_a_gated_product_is_quantised_as_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Gated(), torch.randn(2, 65, 144)
+    plan = planned(model, x, "h800", formats("fp8_e4m3", "1x128/128x128", output="bf16"))
+    found = graph_of(model, x, plan, monkeypatch)
+    assert found["dsmp.gated_quantize_both"] == 1
+    assert found["dsmp.quantize_both"] == 2, "x and the output's gradient"
+    monkeypatch.undo()
+    simulated, _ = step(model, x, plan)
+    interpreted, _ = step(model, x, plan, kernels="interpret", strict=True)
+    assert relative(interpreted, simulated) < 4e-3
+    with torch.no_grad():
+        torch._dynamo.reset()
+        run = compiled(model, plan=plan, kernels="interpret")
+        assert relative([run(x)], [simulated[0]]) < 4e-3
+
+
+def test_a_fused_quantisation_has_the_bits_of_the_separate_one() -> None:
+    gate, up = (torch.randn(130, 160).bfloat16() for _ in range(2))
+    product = (nn.functional.silu(gate.float()) * up.float()).bfloat16()
+    fused = torch.ops.dsmp.gated_quantize_both(gate, up, "fp8_e4m3")
+    separate = torch.ops.dsmp.quantize_both(product, "fp8_e4m3")
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(fused, separate, strict=True))
+    rows = torch.ops.dsmp.gated_quantize(gate, up, "fp8_e4m3")
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(rows, separate[:2], strict=True))
+    torch.library.opcheck(torch.ops.dsmp.gated_quantize_both.default, (gate, up, "fp8_e4m3"))
+
+
+def test_a_gated_product_that_is_read_twice_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Returned(Gated):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = nn.functional.silu(self.gate(x)) * self.up(x)
+            return self.down(hidden).sum() + hidden.square().sum()
+
+    model, x = Returned(), torch.randn(2, 65, 144)
+    plan = planned(model, x, "h800", formats("fp8_e4m3", "1x128/128x128", output="bf16"))
+    found = graph_of(model, x, plan, monkeypatch)
+    monkeypatch.undo()
+    simulated, _ = step(model, x, plan)
+    interpreted, _ = step(model, x, plan, kernels="interpret", strict=True)
+    assert relative(interpreted, simulated) < 4e-3
+    assert found["dsmp.gated_quantize_both"] + found["dsmp.quantize_both"] == 3
+
+
 def test_weights_are_quantised_again_and_activations_saved_narrow() -> None:
     model, x = Mlp(), torch.randn(130, 144)
     plan = planned(model, x, "h800", formats("fp8_e4m3", "1x128/128x128", output="bf16"))
