@@ -96,14 +96,14 @@ class _Traced(BaseException):
 
 
 def fake_inputs(example_inputs: Sequence[Any]) -> list[Any]:
-    """The inputs of a Dynamo graph without their memory, to trace it again later."""
-    context = torch._guards.TracingContext.try_get()
-    mode = context.fake_mode if context is not None and context.fake_mode is not None else FakeTensorMode()
+    """The inputs of a Dynamo graph without their memory, to trace it again later, when the context of this tracing (and
+    with it sizes that are symbols) is gone."""
+    mode = FakeTensorMode()
 
     def fake(x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or isinstance(x, FakeTensor):
             return x
-        value = mode.from_tensor(x, static_shapes=True)
+        value = mode.from_tensor(x)
         return torch.nn.Parameter(value, x.requires_grad) if isinstance(x, torch.nn.Parameter) else value
 
     return [fake(x) for x in example_inputs]
