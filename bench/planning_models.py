@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import math
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import dsmp
 from bench.planning import rows_of
 from bench.table import Row, show
+from bench.timing import timed
 from dsmp.hardware_db.detect import resolve_hardware
 from dsmp.hardware_db.formats import get_format
 from dsmp.passes.formulate import formulate
@@ -53,9 +52,7 @@ def captured(name: str) -> tuple[dsmp.Capture, float]:
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
         ids = torch.empty(1, 2048, dtype=torch.int64)
-    started = time.perf_counter()
-    found = dsmp.capture(model, (), {"input_ids": ids, "labels": ids})
-    return found, time.perf_counter() - started
+    return timed(lambda: dsmp.capture(model, (), {"input_ids": ids, "labels": ids}))
 
 
 def drawn_drift(key: str, label: str, node: fx.Node) -> float:
@@ -95,7 +92,7 @@ def rows_for(name: str) -> list[Row]:
     nodes = sum(len(g.key_texts()) for g in capture)
     rows: list[Row] = []
     for tied in (True, False):
-        formulated = _timed(partial(formulate, graphs, resolve_hardware("h800"), drawn_drift, tied=tied))
+        formulated = timed(partial(formulate, graphs, resolve_hardware("h800"), drawn_drift, tied=tied))
         for text, formats in FORMATS.items():
             program = restricted(formulated[0], formats)
             problem = program.problem()
@@ -103,12 +100,6 @@ def rows_for(name: str) -> list[Row]:
             row = rows_of(program.problem(drift=0.5 * free), f"llama-{name}, {text}, {'tied' if tied else 'untied'}")
             rows.append({**row, "graph nodes": nodes, "capture s": seconds, "formulate s": formulated[1]})
     return rows
-
-
-def _timed(make: Callable[[], Program]) -> tuple[Program, float]:
-    started = time.perf_counter()
-    made = make()
-    return made, time.perf_counter() - started
 
 
 def main() -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import time
 
 import pytest
 import torch
-import transformers
 import zoo
 from graph_helpers import by_key
 from torch import nn
@@ -307,19 +305,3 @@ def test_a_symbolic_batch_is_priced_by_its_hint():
     )
     gemms = [k for k in static.keys if "|linear|" in k]
     assert gemms and {k: dynamic.candidates[k] for k in gemms} == {k: static.candidates[k] for k in gemms}
-
-
-@pytest.mark.slow
-def test_ten_thousand_nodes_take_seconds():
-    config = transformers.LlamaConfig(
-        hidden_size=1024, intermediate_size=2048, num_hidden_layers=43, num_attention_heads=8, num_key_value_heads=4,
-        vocab_size=1000, max_position_embeddings=512,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-        ids = torch.empty(1, 512, dtype=torch.int64)
-    (graph,) = capture(model, (), {"input_ids": ids, "labels": ids, "use_cache": False})
-    assert sum(1 for _ in calls(graph.gm)) > 10_000
-    started = time.process_time()
-    formulate([(graph.gm, graph.parameters)], resolve("h800"), drift_of)
-    assert time.process_time() - started < 5.0
