@@ -18,9 +18,9 @@ from .assignment import AssignmentProblem, Floats
 from .exchange import Exchanges
 from .price_estimate import Budgeted, estimate_budget
 from .program import Program, Solution
-from .select_optimal import select_optimal
+from .select_optimal import Resolver
 
-EXACT_NODES = 400
+EXACT_NODES = 150
 """Programs of at most this many nodes are solved again, about a dozen times."""
 
 _STEP = 1.05  # the first step away from the estimate, a factor; each step is the square of the one before
@@ -90,9 +90,12 @@ class _Search:
         self.budget = budget
         self.node = program.keys.index(key)
         self.wanted = {self.problem.labels[self.node].index(label) for label in labels}
-        self.limited = math.isfinite(self.problem.error_budget if budget == "error" else self.problem.memory_budget)
+        allowed = self.problem.error_budget if budget == "error" else self.problem.memory_budget
+        self.limited = math.isfinite(allowed)
         # what the plan uses, not what it was allowed: repairs hold a plan further back than its budget
         self.own = solution.drift if budget == "error" else float(solution.saved_bytes)
+        most = max(self.own, self._extreme(np.max), allowed if self.limited else 0.0)
+        self.resolver = Resolver(self._at(most))
 
     def run(self, estimate: float | None, *, upward: bool) -> tuple[float, float] | None:
         """(budget at which the label is chosen, a budget nearer to the plan's own at which it is not)."""
@@ -126,7 +129,7 @@ class _Search:
 
     def _takes(self, budget: float) -> bool:
         try:
-            return select_optimal(self._at(budget)).choice[self.node] in self.wanted
+            return self.resolver.solve(self._at(budget)).choice[self.node] in self.wanted
         except BudgetError:
             return False
 

@@ -87,12 +87,23 @@ def front(problem: AssignmentProblem, budgets: Sequence[float], *, gap: float = 
     """
     finite = [budget for budget in budgets if np.isfinite(budget)]
     # labels are compared by error, too, if any budget is finite
-    contraction = contract(replace(problem, error_budget=max(finite, default=np.inf)))
-    search = PriceSearch(contraction.instance)
-    found: dict[float, Assignment] = {}
-    for budget in sorted(set(budgets)):
-        found[budget] = _solve(replace(problem, error_budget=budget), contraction, search, gap)
+    resolver = Resolver(replace(problem, error_budget=max(finite, default=np.inf)), gap=gap)
+    found = {budget: resolver.solve(replace(problem, error_budget=budget)) for budget in sorted(set(budgets))}
     return [found[budget] for budget in budgets]
+
+
+class Resolver:
+    """`select_optimal` for one problem under many budgets; the answers share their work, so that each is cheaper than
+    the first. `problem` carries the largest finite budget of each kind that will be asked for."""
+
+    def __init__(self, problem: AssignmentProblem, *, gap: float = 1e-3) -> None:
+        self._gap = gap
+        self._contraction = contract(problem)
+        self._search = PriceSearch(self._contraction.instance)
+
+    def solve(self, problem: AssignmentProblem) -> Assignment:
+        """The choice for the same problem with other budgets. Raises UnreachableBudgetError and TieError."""
+        return _solve(problem, self._contraction, self._search, self._gap)
 
 
 def _solve(problem: AssignmentProblem, contraction: Contraction, shared: PriceSearch, gap: float) -> Assignment:
