@@ -15,7 +15,7 @@ from ..hardware_db.formats import get_recipe
 from ..passes import rounding
 from .kernels.block_gemm import block_gemm
 from .kernels.gemm import gemm as gemm_kernel
-from .kernels.mx_gemm import mx_gemm
+from .kernels.mx_gemm import mx_gemm, to_e8m0
 from .kernels.quantize import quantize_rows, quantize_tiles, reads_once
 from .kernels.quantize_fused import gated_quantize as gated
 from .kernels.quantize_vectors import quantize_tensor, quantize_vectors
@@ -37,9 +37,15 @@ def quantize(x: Tensor, format: str, recipe: str, axis: int) -> tuple[Tensor, Te
 
     x: a matrix, or of any rank under "tensor". Scales are fp32 with x's rank, a byte each (E8M0) under "mx32".
     """
-    if x.numel() == 0 or (x.device.type != "cpu" and target_of(running_device()) is None):
+    if x.numel() == 0:
+        # one, as a scale and as an E8M0 byte: there is nothing to scale
+        shape, dtype = _scales_of(x, recipe, axis)
+        ones = torch.full(shape, 127 if dtype == torch.uint8 else 1, dtype=dtype, device=x.device)
+        return x.to(value_dtype(format), copy=True), ones
+    if x.device.type != "cpu" and target_of(running_device()) is None:
         exact = rounding.quantize(x, format, recipe, axis=axis)
-        return exact.values.to(value_dtype(format)), exact.scale
+        scale = to_e8m0(exact.scale) if recipe == "mx32" else exact.scale
+        return exact.values.to(value_dtype(format)), scale
     if recipe == "tensor":
         flat = x.reshape(-1, x.shape[-1]) if x.dim() > 1 else x.reshape(1, -1)
         values, scale, _ = quantize_tensor(flat, format, power_of_two=format == "fp16")
@@ -65,17 +71,21 @@ def quantize(x: Tensor, format: str, recipe: str, axis: int) -> tuple[Tensor, Te
 
 @quantize.register_fake
 def _(x: Tensor, format: str, recipe: str, axis: int) -> tuple[Tensor, Tensor]:
-    values = x.new_empty(x.shape, dtype=value_dtype(format))
+    shape, dtype = _scales_of(x, recipe, axis)
+    return x.new_empty(x.shape, dtype=value_dtype(format)), x.new_empty(shape, dtype=dtype)
+
+
+def _scales_of(x: Tensor, recipe: str, axis: int) -> tuple[list[int], torch.dtype]:
+    """Shape and dtype of the scales of `x`."""
     if recipe == "tensor":
-        return values, x.new_empty([1] * x.dim(), dtype=torch.float32)
+        return [1] * x.dim(), torch.float32
     rows, columns = x.shape
     if recipe == "128x128":
-        return values, x.new_empty((-(-rows // 128), -(-columns // 128)), dtype=torch.float32)
+        return [-(-rows // 128), -(-columns // 128)], torch.float32
     along_rows = axis % x.dim() == x.dim() - 1
-    group = _GROUPS.get(recipe, columns if along_rows else rows)
-    blocks = -(-(columns if along_rows else rows) // group) if recipe != "row" else 1
-    scale_dtype = torch.uint8 if recipe == "mx32" else torch.float32
-    return values, x.new_empty((rows, blocks) if along_rows else (blocks, columns), dtype=scale_dtype)
+    blocks = 1 if recipe == "row" else -(-(columns if along_rows else rows) // _GROUPS[recipe])
+    dtype = torch.uint8 if recipe == "mx32" else torch.float32
+    return [rows, blocks] if along_rows else [blocks, columns], dtype
 
 
 @torch.library.custom_op("dsmp::quantize_both", mutates_args=())
