@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
@@ -155,6 +156,12 @@ MODELS: Mapping[str, Callable[[], Built]] = {
     "mobilenet_v3_small": _mobilenet,
 }
 """Real architectures in small; 2 to 10 seconds each to capture."""
+
+EVERY_MODEL = [
+    pytest.param(name, marks=pytest.mark.slow if name in ("vit", "t5", "mobilenet_v3_small") else ()) for name in MODELS
+]
+"""The names of `MODELS` to parametrise with: the default run has one of each kind (a decoder, an encoder, experts, a
+convolutional net), the slow run the rest."""
 
 
 class Mlp(nn.Module):

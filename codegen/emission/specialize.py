@@ -59,7 +59,7 @@ def specialized_source(call: KernelCall, *, nodes: Sequence[str], target: Target
     constants = {n: program.constants[n] for n in order if n in used and n in program.constants}
     if constants:
         parts.append("\n".join(f"{n} = tl.constexpr({ast.unparse(program.write(v))})" for n, v in constants.items()))
-    functions = [render_function(c.definition, _decorator(c)) for c in copies]
+    functions = [_compiled_in(c) + render_function(c.definition, _decorator(c)) for c in copies]
     return "\n\n".join(parts) + "".join(f"\n\n\n{f}" for f in (*functions, _launch(call, kernel))) + "\n"
 
 
@@ -80,6 +80,19 @@ def _facts(call: KernelCall) -> Facts:
             if isinstance(value, Tensor) and TRITON_TYPES[value.dtype] != "i1":
                 facts.types[name] = tl.str_to_ty(f"*{TRITON_TYPES[value.dtype]}", None)
     return facts
+
+
+def _compiled_in(copy: Copy) -> str:
+    """A comment that gives the values of parameters that a function's docstring explains and its text has no more."""
+    about = ast.get_docstring(copy.definition) or ""
+    gone = {n: k.value for n, k in copy.facts.constants.items() if n not in copy.parameters and k.name is None}
+    told = [
+        f"{n} = {getattr(v, '__name__', None) or ast.unparse(ast.Constant(v)) if not isinstance(v, tl.dtype) else v}"
+        for n, v in gone.items()
+        if re.search(rf"\b{n}\b", about)
+    ]
+    text = f"Compiled in: {', '.join(told)}.".replace("'", '"')
+    return "".join(f"# {line}\n" for line in textwrap.wrap(text, WIDTH - 2)) if told else ""
 
 
 def _decorator(copy: Copy) -> str:

@@ -231,7 +231,7 @@ def test_functions_are_trained_like_modules(name):
     assert {d.phase for d in plan if d.key in lowered(plan)} == {"fprop", "dgrad", "wgrad"}
 
 
-@pytest.mark.parametrize("name", ["bert", "convnet", "mixtral"])
+@pytest.mark.parametrize("name", ["convnet", *(pytest.param(n, marks=pytest.mark.slow) for n in ("bert", "mixtral"))])
 def test_gradients_of_zero_do_not_decide(name):
     """Biases of keys and before a norm have a gradient of rounding noise; experts without tokens have none at all."""
     case = zoo.build(name)

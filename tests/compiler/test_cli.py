@@ -315,6 +315,7 @@ def test_terminal_without_unicode(a100: Path) -> None:
     assert "0|fprop|linear|0" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="torchvision is not installed")
 def test_resnet18_on_a100() -> None:
     done = process("report", "torchvision:resnet18", "--hardware", "a100", "--json", "--input", "float32[2,3,64,64]")

@@ -455,6 +455,7 @@ print(found)
 """
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_same_keys() -> None:
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     command = [sys.executable, "-c", _HASH_OF_KEYS]

@@ -137,6 +137,7 @@ class Either(nn.Module):
         return self.left(x) if left else self.right(x)
 
 
+@pytest.mark.slow
 def test_graphs_that_differ_in_module_names_only_are_not_mixed_up() -> None:
     model = Either()
     with torch.no_grad():

@@ -20,9 +20,7 @@ from dsmp.codegen.audit import Ran
 from dsmp.errors import PlanMismatchError, RuleError
 from dsmp.passes.plan import PrecisionPlan, load_plan
 
-every_model = pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n == "mobilenet_v3_small" else ()) for n in zoo.MODELS]
-)
+every_model = pytest.mark.parametrize("name", zoo.EVERY_MODEL)
 
 
 @every_model

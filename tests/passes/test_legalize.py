@@ -320,7 +320,7 @@ def test_simulated_fp16_keeps_its_precision_where_activations_are_stored_in_bf16
 # whole models
 
 
-@pytest.mark.parametrize("name", zoo.MODELS)
+@pytest.mark.parametrize("name", zoo.EVERY_MODEL)
 def test_an_all_fp32_plan_changes_nothing(name, captured):
     for graph in captured(name):
         copy, report = applied(graph, default_plan(graph, "cpu-avx2"), same_device=True)

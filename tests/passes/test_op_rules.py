@@ -13,7 +13,7 @@ from dsmp.passes.graph import calls, is_backward, node_op, op_name
 from dsmp.passes.op_rules import OP_RULES, Policy, class_of, is_known, rule_of
 
 
-@pytest.mark.parametrize("name", [*zoo.MODELS, *zoo.TINY])
+@pytest.mark.parametrize("name", [*zoo.EVERY_MODEL, *zoo.TINY])
 def test_every_operator_of_the_zoo_has_a_row(name, captured):
     missing = {node_op(n) or str(n.target) for g in captured(name) for n in calls(g.gm) if not is_known(n)}
     assert not missing, f"passes/op_rules.py has no row for {sorted(missing)}"

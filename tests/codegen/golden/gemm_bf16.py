@@ -19,6 +19,7 @@ BLOCK_N = tl.constexpr(128)
 BLOCK_K = tl.constexpr(64)
 
 
+# Compiled in: GROUP = 8.
 @triton.jit
 def swizzle(pid, tiles_m, tiles_n):
     """Tile (m, n) of a program: GROUP rows of tiles are walked column by column, so that programs that run at the same
@@ -29,6 +30,7 @@ def swizzle(pid, tiles_m, tiles_n):
     return first + pid % per_group % rows, pid % per_group // rows
 
 
+# Compiled in: PRECISION = "ieee", PROMOTE = None.
 @triton.jit
 def dot(a, b, acc):
     """acc + a @ b, a: [M, K], b: [K, N], acc: [M, N] fp32, or int32 for int8 operands.
@@ -41,6 +43,7 @@ def dot(a, b, acc):
     return acc
 
 
+# Compiled in: PRECISION = "ieee".
 @triton.jit
 def _multiply(x, y, acc):
     """acc + x @ y; fp32 operands are rounded first where PRECISION is "tf32"."""
@@ -65,6 +68,7 @@ def activate(x):
     return x
 
 
+# Compiled in: DTYPE = bf16, SATURATE = False.
 @triton.jit
 def narrow(x):
     """fp32 x rounded to nearest even in DTYPE: fp32, bf16, fp16, fp8 of any flavour, int8 (-127 ... 127).
@@ -101,6 +105,7 @@ def _finish(acc, out, bias, alpha, batch, tile_m, tile_n, m, n, stride_out_batch
     _store(acc, out, bias, alpha, batch, rows, columns, m, n, stride_out_batch, stride_out_m)
 
 
+# Compiled in: EVEN_K = True, WIDE = False.
 @triton.jit
 def gemm_bf16_bf16_bias_gelu(
     a,

@@ -29,6 +29,7 @@ def _rows_block_n(pid):
     return pid * BLOCK_N + tl.arange(0, BLOCK_N)
 
 
+# Compiled in: SPLIT_K = 2.
 @triton.jit
 def matmul_sample(a_ptr, b_ptr, out_ptr, M, N, K, stride_am, stride_bk):
     """out = act(a @ b), a: [M, K], b: [K, N], out: [SPLIT_K, M, N] contiguous."""
