@@ -41,15 +41,20 @@ def quantize(x: Tensor, format: str, recipe: str, axis: int) -> tuple[Tensor, Te
         # one, as a scale and as an E8M0 byte: there is nothing to scale
         shape, dtype = _scales_of(x, recipe, axis)
         ones = torch.full(shape, 127 if dtype == torch.uint8 else 1, dtype=dtype, device=x.device)
-        return x.to(value_dtype(format), copy=True), ones
+        values = x.to(value_dtype(format), copy=True)
+        return _laid_out(values, x) if recipe == "tensor" else values.contiguous(), ones
     if x.device.type != "cpu" and target_of(running_device()) is None:
         exact = rounding.quantize(x, format, recipe, axis=axis)
+        values = exact.values.to(value_dtype(format))
         scale = to_e8m0(exact.scale) if recipe == "mx32" else exact.scale
-        return exact.values.to(value_dtype(format)), scale
+        return _laid_out(values, x) if recipe == "tensor" else values, scale
     if recipe == "tensor":
-        flat = x.reshape(-1, x.shape[-1]) if x.dim() > 1 else x.reshape(1, -1)
-        values, scale, _ = quantize_tensor(flat, format, power_of_two=format == "fp16")
-        return values.reshape(x.shape), scale.reshape([1] * x.dim())
+        order = sorted(range(x.dim()), key=lambda d: -x.stride()[d])  # as it lies in memory
+        lying = x.permute(order)
+        flat = lying.reshape(-1, lying.shape[-1]) if x.dim() > 1 else x.reshape(1, -1)
+        narrow, scale, _ = quantize_tensor(flat, format, power_of_two=format == "fp16")
+        narrow = narrow.reshape(lying.shape).permute([order.index(d) for d in range(x.dim())])
+        return _laid_out(narrow, x), scale.reshape([1] * x.dim())
     if recipe == "128x128":
         return quantize_tiles(x, format)
     along_rows = axis % x.dim() == x.dim() - 1
@@ -72,7 +77,9 @@ def quantize(x: Tensor, format: str, recipe: str, axis: int) -> tuple[Tensor, Te
 @quantize.register_fake
 def _(x: Tensor, format: str, recipe: str, axis: int) -> tuple[Tensor, Tensor]:
     shape, dtype = _scales_of(x, recipe, axis)
-    return x.new_empty(x.shape, dtype=value_dtype(format)), x.new_empty(shape, dtype=dtype)
+    # under "tensor", views are put on the values that were on x: they lie in memory as x does
+    values = torch.empty_like(x, dtype=value_dtype(format))
+    return values if recipe == "tensor" else values.contiguous(), x.new_empty(shape, dtype=dtype)
 
 
 def _scales_of(x: Tensor, recipe: str, axis: int) -> tuple[list[int], torch.dtype]:
@@ -258,6 +265,12 @@ def library_scaled_mm(
 @library_scaled_mm.register_fake
 def _(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+
+
+def _laid_out(values: Tensor, like: Tensor) -> Tensor:
+    """Values in the layout of `torch.empty_like(like)`, which fake tensors promise."""
+    promised = torch.empty_like(like, dtype=values.dtype)
+    return values if values.stride() == promised.stride() else promised.copy_(values)
 
 
 def _flat(scale: Tensor | None) -> Tensor | None:
