@@ -29,6 +29,7 @@ from ..passes.plan import Decision
 from ..passes.workload import gemm_shape, tensor_of
 from .audit import Entry, Ran
 from .fuse_quantise import fuse_gates
+from .half_ops import HALF_OPS
 from .narrow_operands import CASTS, NarrowOperands
 from .registry import PRODUCTS, SIMULATION, Choice, Product, choose, forced_name
 from .tf32_ops import TF32_OPS
@@ -151,7 +152,7 @@ class _Lowerer(NarrowOperands):
     def replace(self, node: fx.Node, product: Product, build: _Builder) -> bool:
         """Replace a product by what `build` makes of it; False where that cannot be."""
         bias, fused = self._bias(node) if node_op(node) in PRODUCTS else (None, True)
-        cast = self._output_cast(node) if fused else None
+        cast = self._output_cast(node) if fused and node_op(node) in PRODUCTS else None
         dtype = float_dtype(cast or node) or torch.float32
         wide = dtype if fused else torch.float32
         fresh = build(self, node, product, bias if fused else None, wide)
@@ -270,8 +271,26 @@ def _half_mm(
     return low.call(torch.ops.dsmp.library_half_mm.default, args, before=node, like=node)
 
 
+def _half_op(
+    low: _Lowerer, node: fx.Node, product: Product, bias: fx.Node | None, dtype: torch.dtype
+) -> fx.Node | None:
+    """A library's operator in scaled fp16 on the operands as they were before rounding: it scales them itself."""
+    args = list(node.args)
+    for index, _ in operand_slots(node):
+        given = args[index]
+        operand = low.unrounded(given, product) if isinstance(given, fx.Node) else None
+        if operand is None:
+            return None
+        args[index] = operand
+    target = HALF_OPS[product.aten]
+    fresh = insert_call(low.graph, target, tuple(args), dict(node.kwargs), like=node, joint=low.joint, before=node)
+    fresh.meta.pop("dsmp_split_of", None)
+    return fresh
+
+
 _BUILDERS: Mapping[str, _Builder] = {
     "torch_half_mm": _half_mm,
+    "torch_half_op": _half_op,
     "torch_tf32": _tf32,
     "triton_gemm": _gemm,
     "triton_block_gemm": _block_mm,

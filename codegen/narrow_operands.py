@@ -88,6 +88,18 @@ class NarrowOperands:
             return None
         return Operand(values=self.viewed(views, narrow), scales=None)
 
+    def unrounded(self, operand: fx.Node, product: Product) -> fx.Node | None:
+        """An operand as it was before it was rounded, or widened, for simulation; None if that is not the product's
+        rounding."""
+        views, base = self.above_views(operand)
+        if node_op(base) == _ROUND:
+            source, name, recipe, _ = base.args
+            if name != product.compute or recipe not in product.recipes:
+                return None
+            assert isinstance(source, fx.Node)
+            base = source
+        return self.viewed(views, self._unwidened(base))
+
     def blocks(self, operand: fx.Node, product: Product) -> Operand | None:
         """An operand with block scales along its contraction."""
         if node_op(operand) != _ROUND or operand.args[1] != product.compute:

@@ -16,6 +16,7 @@ from ..errors import InvalidOptionError, KernelUnavailableError, did_you_mean
 from ..hardware_db.capability import Device, Verdict
 from ..hardware_db.formats import get_format, split_recipe
 from ..hardware_db.work import GemmShape, Work
+from .half_ops import HALF_OPS
 from .kernels.block_gemm import block_gemm_available
 from .kernels.gemm_configs import has_gemm
 from .kernels.mx_gemm import mx_gemm_available
@@ -27,6 +28,9 @@ PRODUCTS = frozenset({"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"})
 """Operators that Triton kernels replace: products of two tensors."""
 _BLOCKS = frozenset({"1x128", "128x128"})
 _WHOLE = frozenset({"none", "tensor", "row"})
+# ROCm's fused attention (AOTriton, https://github.com/ROCm/aotriton) is built for gfx90a and later
+NO_FUSED_ATTENTION = frozenset({"gfx900", "gfx906", "gfx908"})
+"""Instruction sets of GPUs on which torch computes attention as two products and a softmax."""
 _NARROW_FLOATS = frozenset({"fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz", "fp8_e5m2fnuz"})
 
 
@@ -188,6 +192,21 @@ def _torch_half_mm(product: Product, device: Device) -> Verdict:
     return Verdict(True, "cuBLAS multiplies fp16 and adds up in fp32, the scales are applied to the result")
 
 
+def _torch_half_op(product: Product, device: Device) -> Verdict:
+    if product.op_class not in ("conv", "sdpa") or product.aten not in HALF_OPS:
+        return _no("it is for convolutions and fused attention")
+    if product.compute != "fp16" or product.recipes != {"tensor"}:
+        return _no(f"it multiplies fp16 operands with a scale each, not {product.compute} ({product.recipe})")
+    if device.kind != "gpu" or device.vendor not in ("nvidia", "amd"):
+        return _no(f"cuDNN, MIOpen and torch's fused attention run on GPUs of NVIDIA and AMD, not on {device.id}")
+    if product.op_class == "conv":
+        library = "cuDNN" if device.vendor == "nvidia" else "MIOpen"
+        return Verdict(True, f"{library} convolves fp16 and adds up in fp32, the scales are applied to the result")
+    if device.isa in NO_FUSED_ATTENTION:
+        return _no(f"torch has no fused attention in fp16 on {device.isa}")
+    return Verdict(True, "torch's fused attention takes fp16 operands, scales are applied to its results")
+
+
 def _torch_tf32(product: Product, device: Device) -> Verdict:
     # attention that was captured on a CPU has another operator there; on the GPU it is one of those that can
     if product.compute != "tf32" or (product.aten not in TF32_OPS and product.op_class != "sdpa"):
@@ -202,13 +221,14 @@ def _simulation(product: Product, device: Device) -> Verdict:
 
 
 # torch: the operator itself (cuBLAS, cuDNN, hipBLASLt, MIOpen, fused attention). torch_scaled_mm: torch._scaled_mm
-# (cuBLASLt, CUTLASS, hipBLASLt). torch_half_mm: mm of scaled fp16 operands. torch_tf32: a convolution or fused
-# attention that may use tf32, for one node alone. triton_*: the families in kernels/. simulation: operands rounded
-# exactly, then torch's operator in fp32.
+# (cuBLASLt, CUTLASS, hipBLASLt). torch_half_mm: mm of scaled fp16 operands. torch_half_op: a convolution or fused
+# attention of scaled fp16 operands. torch_tf32: one that may use tf32, for one node alone. triton_*: the families in
+# kernels/. simulation: operands rounded exactly, then torch's operator in fp32.
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Implementation(name="torch", kind="library", available=_torch_operator, share=1.0),
     Implementation(name="torch_scaled_mm", kind="library", available=_torch_scaled_mm, share=1.0),
     Implementation(name="torch_half_mm", kind="library", available=_torch_half_mm, share=1.0),
+    Implementation(name="torch_half_op", kind="library", available=_torch_half_op, share=1.0),
     Implementation(name="torch_tf32", kind="library", available=_torch_tf32, share=1.0),
     Implementation(name="triton_gemm", kind="triton", available=_triton_gemm, share=0.9),
     Implementation(name="triton_block_gemm", kind="triton", available=_triton_block_gemm, share=0.8),
@@ -291,6 +311,8 @@ def choose(
 def _is_about(name: str, product: Product) -> bool:
     """Whether an implementation's refusal tells a reader something: it is the one made for such a product."""
     if product.op_class in ("conv", "sdpa"):
+        if product.compute == "fp16" and product.recipes == {"tensor"}:
+            return name == "torch_half_op"
         return name == "torch_tf32" if product.compute == "tf32" else name == "torch"
     if product.recipes <= _BLOCKS:
         return name == "triton_block_gemm"
