@@ -8,8 +8,9 @@ that amax(q') and amax(k') are equal to a factor of two and no scale has to be r
     backward   a + b = -6 - u; amax(v') <= 2^10;      dv = 2^ed dv'
                dq = scale dS k = 2^(ev + ed + b + 6) dq',   dk = 2^(ev + ed + a + 6) dk'
 
-**Range.** Where amax(q) * amax(k) is above 2^30 (forward) or 2^24 (backward), q' and k' cannot be held and the result
-is NaN throughout. Zero and non-finite operands get scale 1; inf and NaN propagate.
+**Range.** Where amax(q) * amax(k) is above 2^30 (forward) or 2^24 (backward), q' and k' cannot be held and all results
+are NaN. So they are where q or k holds an inf or NaN: kernels take a row of scores that are all -inf for one that is
+masked throughout. An inf or NaN in v or dO propagates. What is all zero gets scale 1.
 
 **Small scores.** P is computed anew in the backward pass, from the product of q' and k', but dq and dk are linear in
 k' and q', which must not vanish in fp16. Six binades are won by a softmax scale of scale / 2^6. Where all scores are
@@ -90,7 +91,7 @@ def backward(op: Any, given: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _balanced(q: Tensor, k: Tensor, shift: int, scale: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Exponents a and b of the scales of q and k, and whether fp16 can hold both.
+    """Exponents a and b of the scales of q and k, and whether fp16 can hold both, which are finite.
 
     a + b = -shift - u; u > 0 only where the softmax `scale` is given and all scores are below 2^_SMALL_SCORE.
     """
@@ -106,7 +107,8 @@ def _balanced(q: Tensor, k: Tensor, shift: int, scale: float | None = None) -> t
     k_exponent = torch.where((k_largest == 0) & (q_largest != 0), -shift - q_exponent, k_exponent)
     both = q_exponent + k_exponent + shift + enlarged
     room = torch.div(both, 2, rounding_mode="floor")
-    return q_exponent - room, k_exponent - (both - room), both <= 2 * TOP
+    valid = (both <= 2 * TOP) & q_largest.isfinite() & k_largest.isfinite()
+    return q_exponent - room, k_exponent - (both - room), valid
 
 
 def _gradient_exponents(
@@ -158,9 +160,14 @@ def _softmax_scale(given: Mapping[str, Any]) -> float:
 
 
 def _operand(x: Tensor, exponent: Tensor) -> Tensor:
-    """x / 2^exponent in fp16, its heads filled up with zeros to a width that fused kernels take."""
+    """x / 2^exponent in fp16, its heads filled up with zeros to a width that fused kernels take; it lies in memory as x
+    does, and so does what they return."""
     half = halve(x, exponent)
-    return pad(half, (0, -x.shape[-1] % _WIDTH)) if x.shape[-1] % _WIDTH else half
+    missing = -x.shape[-1] % _WIDTH
+    if missing == 0:
+        return half
+    order = [*sorted(range(half.dim() - 1), key=lambda d: -half.stride()[d]), half.dim() - 1]
+    return pad(half.permute(order), (0, missing)).permute([order.index(d) for d in range(half.dim())])
 
 
 def _biases(op: Any, given: Mapping[str, Any]) -> dict[str, Tensor]:
