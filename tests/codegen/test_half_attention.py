@@ -242,6 +242,11 @@ def test_the_operators_of_gpus_take_their_arguments_by_name() -> None:
         found = HALF_OPS[f"{efficient}_backward"](q, q, q, q, bias, out, log_sum, seed, offset, 0.0, mask)
         assert [x.shape for x in found] == [q.shape, q.shape, q.shape, bias.shape]
         assert {x.dtype for x in found} == {torch.float32}
+        mask = [True, True, True, False]
+        found = HALF_OPS[f"{efficient}_backward"](q, q, q, q, None, out, log_sum, seed, offset, 0.1, mask, True)
+        assert [x.shape for x in found[:3]] == [q.shape] * 3
+        assert [x.stride() for x in found[:3]] == [q.stride()] * 3
+        assert found[3] is None
         flash = "aten._scaled_dot_product_flash_attention"
         out, log_sum, *rest = HALF_OPS[flash](q, q, q, 0.0, True)
         assert (out.shape, out.dtype) == (q.shape, torch.float32)

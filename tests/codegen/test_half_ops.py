@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from graph_helpers import random_inputs, relative_error, run
 from torch import fx
 
@@ -16,12 +17,13 @@ from dsmp.codegen.emission.plan_kernels import plan_kernels
 from dsmp.codegen.half_ops import HALF_OPS
 from dsmp.codegen.lower_products import Lowering
 from dsmp.compiler.capture import Capture
+from dsmp.compiler.capture import capture as capture_model
 from dsmp.compiler.execution import apply_decisions
 from dsmp.compiler.pipeline import make_plan
 from dsmp.compiler.saved_activations import copy_graph
 from dsmp.errors import KernelUnavailableError
 from dsmp.passes.gemm import GEMM_OPS
-from dsmp.passes.graph import node_op
+from dsmp.passes.graph import node_op, placeholders
 from dsmp.passes.plan import Decision
 
 
@@ -136,3 +138,37 @@ def test_named_where_it_cannot_serve(captured: Callable[..., Capture]) -> None:
     _, _, audit = lowered(capture, "mi250x", decisions, without=["torch_half_op"])
     assert {e.ran for e in audit if e.op == "sdpa"} == {Ran.FELL_BACK}
     assert all("the option 'without' names it" in e.reason for e in audit.fallbacks)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "convnet"])
+def test_dynamic_batches(name: str) -> None:
+    case = zoo.build(name)
+    torch._dynamo.mark_dynamic(case.args[0], 0)
+    captured = capture_model(case.model, case.args)
+    (graph,) = captured
+    symbols = [str(n.meta["val"]) for n in placeholders(graph.gm) if isinstance(n.meta["val"], torch.SymInt)]
+    assert symbols
+    decisions = decided(captured, "mi250x")
+    gm, _, audit = lowered(captured, "mi250x", decisions)
+    assert {e.implementation for e in audit if e.op in ("conv", "sdpa")} == {"torch_half_op"}
+    for batch in (case.args[0].shape[0], 7):
+        inputs = random_inputs(graph.gm, graph.parameters, sizes=dict.fromkeys(symbols, batch))
+        check_against_simulation(captured, "mi250x", decisions, gm, inputs)
+
+
+@pytest.mark.slow
+def test_inductor_keeps_them() -> None:
+    """A compiler that plans memory takes the layouts that fake tensors promise."""
+
+    def step(q: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        heads = q.unflatten(-1, (3, 20)).transpose(1, 2) * 2
+        out, _ = HALF_OPS["aten._scaled_dot_product_flash_attention_for_cpu"](heads, heads, heads, 0.0, True)
+        y = HALF_OPS["aten.convolution"](x + 1, w, None, [2, 2], [1, 1], [1, 1], False, [0, 0], 2)
+        return out.transpose(1, 2).flatten(2) + 1, y.relu()
+
+    torch.manual_seed(0)
+    given = torch.randn(2, 9, 60), torch.randn(2, 8, 11, 11), torch.randn(6, 4, 3, 3)
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        for found, wanted in zip(torch.compile(step, dynamic=dynamic)(*given), step(*given), strict=True):
+            assert torch.allclose(found, wanted, rtol=1e-6)

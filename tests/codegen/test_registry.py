@@ -76,6 +76,38 @@ def test_convolutions_and_attention_are_the_library_s() -> None:
     assert choose(attention, device).implementation.name == "torch"
 
 
+@pytest.mark.parametrize(
+    ("hardware", "op_class", "taken"),
+    [
+        ("mi250x", "sdpa", "torch_half_op"),
+        ("v100", "sdpa", "torch_half_op"),
+        ("t4", "sdpa", "torch_half_op"),
+        ("mi100", "sdpa", "simulation"),
+        ("mi50", "sdpa", "simulation"),
+        ("cpu-avx2", "sdpa", "simulation"),
+        ("mi250x", "conv", "torch_half_op"),
+        ("v100", "conv", "torch_half_op"),
+        ("mi100", "conv", "torch_half_op"),
+        ("mi50", "conv", "torch_half_op"),
+        ("cpu-avx2", "conv", "simulation"),
+    ],
+)
+@pytest.mark.parametrize("backward", ["", "_backward"])
+def test_attention_and_convolutions_in_scaled_fp16(hardware: str, op_class: str, taken: str, backward: str) -> None:
+    name = "_scaled_dot_product_flash_attention_for_cpu" if op_class == "sdpa" else "convolution"
+    given = product("fp16", "tensor", op_class=op_class, aten=f"aten.{name}{backward}", shape=None)
+    choice = choose(given, resolve_hardware(hardware))
+    assert choice.implementation.name == taken
+    if choice.implementation is SIMULATION:
+        assert choice.reason == f"torch_half_op: {choice.refused['torch_half_op']}"
+    # only with one scale for each operand, and only in fp16
+    for compute, recipe in (("fp16", "none"), ("fp16", "row"), ("fp8_e4m3", "tensor")):
+        other = product(compute, recipe, op_class=op_class, aten=given.aten, shape=None)
+        assert "torch_half_op" in choose(other, resolve_hardware(hardware)).refused
+    with pytest.raises(KernelUnavailableError, match="torch_half_op cannot compute fp16"):
+        choose(product("fp16", "tensor"), resolve_hardware(hardware), forced={"*": "torch_half_op"})
+
+
 def test_names_force_or_exclude() -> None:
     device = resolve_hardware("h800")
     plain = product("bf16")
