@@ -200,9 +200,9 @@ def test_both_executors_agree(name: str, hardware: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "bert", "resnet18"])
+@pytest.mark.parametrize("name", ["llama", "convnet"])
 def test_an_all_fp32_plan_is_plain_inductor(name: str) -> None:
-    """Outputs and gradients equal those of torch.compile without dsmp, to fp32 rounding."""
+    """Outputs and gradients equal those of torch.compile without dsmp, to fp32 rounding; bench.identity has more."""
     found = []
     for make in (lambda m: torch.compile(m), lambda m: by_inductor(m, hardware="cpu-avx2")):
         torch._dynamo.reset()
