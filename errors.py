@@ -229,6 +229,24 @@ class SilentFallbackError(DsmpError):
     for."""
 
 
+class UnknownWireFormatError(DsmpError):
+    """A format for collectives that dsmp does not know."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        super().__init__(_unknown("wire format", name, known, "Use one of the known names, or 'int8:64', 'topk:0.05'."))
+
+
+class InvalidWireFormatError(DsmpError):
+    """A known format for collectives with a block or a share that it cannot have."""
+
+    def __init__(self, text: str, allowed: str) -> None:
+        super().__init__(f"wire format {text!r} is not possible; allowed: {allowed}.")
+
+
+class FeedbackError(DsmpError):
+    """A module or group for which error feedback cannot be set up."""
+
+
 class TieError(DsmpError):
     """Nodes that must take the same format but share none.
 
