@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
-from .graph import is_backward, tensors_of
+from .graph import is_backward
 
 _OWN_META = frozenset({"val", "tensor_meta", "dsmp_key", "eager_input_vals", "unbacked_bindings"})
 
@@ -42,8 +43,7 @@ def _fake_result(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
     if target is operator.getitem:
         return fake_args[0][fake_args[1]]
-    modes = [t.fake_mode for n in [*args, *kwargs.values()] if isinstance(n, fx.Node)
-             for t in tensors_of(n) if isinstance(t, FakeTensor)]  # fmt: skip
+    modes = [t.fake_mode for t in tree_leaves((fake_args, fake_kwargs)) if isinstance(t, FakeTensor)]
     if not modes:
         return target(*fake_args, **fake_kwargs)
     with modes[0], torch.no_grad():
