@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import DsmpError
 
 if TYPE_CHECKING:
+    from .codegen.feedback import compress_gradients
     from .compiler.capture import Capture, capture
     from .compiler.plan_registry import audit, plan_of
     from .compiler.planning import measure_scores, plan
@@ -37,6 +38,7 @@ _HOMES = {
     "Verdict": ".hardware_db.capability",
     "audit": ".compiler.plan_registry",
     "capture": ".compiler.capture",
+    "compress_gradients": ".codegen.feedback",
     "Scores": ".passes.scores",
     "load_plan": ".passes.plan",
     "load_scores": ".passes.scores",
@@ -57,6 +59,7 @@ __all__ = [
     "Verdict",
     "audit",
     "capture",
+    "compress_gradients",
     "load_plan",
     "load_scores",
     "measure_scores",

@@ -65,7 +65,7 @@ class Collective:
 
 def group_size_by_name(name: str) -> int:
     """The number of ranks of the process group with this name, as collectives in graphs know it."""
-    return int(dist.distributed_c10d._get_group_size_by_name(name))
+    return dist.distributed_c10d._get_group_size_by_name(dist.GroupName(name))
 
 
 def find_collectives(gm: fx.GraphModule, group_size: GroupSize = group_size_by_name) -> list[Collective]:

@@ -30,12 +30,14 @@ from ..passes.insertion import insert_call
 from ..passes.keys import key_of
 from ..passes.wire_formats import WireFormat
 from .collective_nodes import Collective, GroupSize, find_collectives, group_size_by_name, ring_bytes
-from .wire import decode, encode, reduce, row_length
+from .wire import row_length
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 """What DistributedDataParallel takes: large enough to fill a link, small enough to overlap."""
 
 _Size = int | fx.Node
+
+_encode, _decode, _reduce = (getattr(torch.ops.dsmp, f"wire_{step}").default for step in ("encode", "decode", "reduce"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,8 +248,8 @@ class _Writer:
 
     def _all_gather(self) -> list[fx.Node]:
         counts = [self._numel(c) for c in self.bucket.members]
-        gathered = self._gathered(self._call(encode, self._sources(), 1, self.wire))
-        parts = self._items(self._call(decode, gathered, counts, self.wire, self.dtype))
+        gathered = self._gathered(self._call(_encode, self._sources(), 1, self.wire))
+        parts = self._items(self._call(_decode, gathered, counts, self.wire, self.dtype))
         return [self._shaped(c, p, rows=self.first.ranks) for c, p in zip(self.bucket.members, parts, strict=True)]
 
     def _reduce_scatter(self) -> list[fx.Node]:
@@ -259,8 +261,8 @@ class _Writer:
         sizes = [self._numel(c) for c in members]
         counts = [self._share(n) for n in sizes]
         sums = self._scattered(counts, torch.float32)
-        gathered = self._gathered(self._call(encode, sums, 1, self.wire))
-        parts = self._items(self._call(decode, gathered, counts, self.wire, self.dtype))
+        gathered = self._gathered(self._call(_encode, sums, 1, self.wire))
+        parts = self._items(self._call(_decode, gathered, counts, self.wire, self.dtype))
         results = []
         for c, part, size in zip(members, parts, sizes, strict=True):
             if not isinstance(size, int) or size % ranks:
@@ -270,18 +272,18 @@ class _Writer:
 
     def _all_reduce_sparse(self) -> list[fx.Node]:
         counts = [self._numel(c) for c in self.bucket.members]
-        gathered = self._gathered(self._call(encode, self._sources(), 1, self.wire))
-        parts = self._items(self._call(reduce, gathered, counts, self.wire, self.dtype, self.average))
+        gathered = self._gathered(self._call(_encode, self._sources(), 1, self.wire))
+        parts = self._items(self._call(_reduce, gathered, counts, self.wire, self.dtype, self.average))
         return [self._shaped(c, p) for c, p in zip(self.bucket.members, parts, strict=True)]
 
     def _scattered(self, counts: Sequence[_Size], dtype: torch.dtype) -> list[fx.Node]:
         """The sums of what all ranks have in this rank's row of each member."""
         ranks, group = self.first.ranks, self.first.group
-        payload = self._call(encode, self._sources(), ranks, self.wire)
+        payload = self._call(_encode, self._sources(), ranks, self.wire)
         moved = self._waited(
             torch.ops._c10d_functional.all_to_all_single.default, payload, [1] * ranks, [1] * ranks, group
         )
-        return self._items(self._call(reduce, moved, counts, self.wire, dtype, self.average))
+        return self._items(self._call(_reduce, moved, counts, self.wire, dtype, self.average))
 
     def _gathered(self, payload: fx.Node) -> fx.Node:
         gather = torch.ops._c10d_functional.all_gather_into_tensor.default
@@ -322,8 +324,7 @@ class _Writer:
         return function(a, b) if isinstance(a, int) else self._call(function, a, b)
 
     def _call(self, target: Any, *args: Any, like: fx.Node | None = None) -> fx.Node:
-        overload = target._opoverload if isinstance(target, torch.library.CustomOpDef) else target
         like = like or self.first.start
-        node = insert_call(self.graph, overload, args, {}, like=like, joint=self.joint, before=self.point)
+        node = insert_call(self.graph, target, args, {}, like=like, joint=self.joint, before=self.point)
         node.meta["dsmp_wire"] = self.wire
         return node

@@ -1,0 +1,167 @@
+"""Error feedback: gradients of data-parallel replicas in few bits, without a bias that stays.
+
+In each step a rank sends its gradient plus what its earlier sendings had lost, and keeps what this sending loses:
+
+    sent_t = Q(g_t + r_t)        r_(t+1) = g_t + r_t - sent_t
+
+What was sent in n steps then differs from the sum of the gradients by r_(n+1) - r_1 alone, so that the error of their
+mean falls as 1 / n. An all-reduce rounds twice, and both roundings are fed back: the rank's own one as above, that of
+the sums by the rank that forms them (Karimireddy et al., https://arxiv.org/abs/1901.09847; Tang et al., DoubleSqueeze,
+https://arxiv.org/abs/1905.05957).
+
+The residuals are buffers of the module that owns the parameter, so they are saved and loaded with it; each rank has its
+own. They take (1 + 1 / ranks) fp32 copies of the parameters. Residuals of values that are not finite are set to zero:
+a step that a gradient scaler skips leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import FeedbackError
+from ..passes.wire_formats import WireFormat, parse_wire
+from .wire import decode, encode, reduce, row_length
+
+_LOCAL, _OWNER = "_dsmp_ef_", "_dsmp_ef_owner_"
+_MARK = "_dsmp_compressed"
+
+
+def compress_gradients(
+    module: nn.Module, group: dist.ProcessGroup | None = None, *, wire: str | WireFormat = "int4"
+) -> nn.Module:
+    """Average the gradients of a module over a group of replicas, in a wire format with error feedback.
+
+    Every rank holds the whole module and calls it on its own share of the batch; after `backward()` each parameter's
+    `grad` is the mean over the ranks, equal on all of them. No DistributedDataParallel is needed, or allowed, around
+    it. Works in eager mode and inside compiled graphs. Parameters that the format would not make smaller are averaged
+    in fp32, and so are all under "fp32".
+
+    module: changed in place and returned; names of parameters stay, buffers `_dsmp_ef_NAME` (the parameter's shape) and
+    `_dsmp_ef_owner_NAME` ([ceil(n / ranks)]) are added beside each. Inside the forward pass a parameter's attribute
+    gives a stand-in for it; `parameters()` gives the parameter itself. The module can be copied, not pickled whole.
+    group: default, all ranks. Raises FeedbackError, UnknownWireFormatError, InvalidWireFormatError.
+    """
+    format = parse_wire(wire) if isinstance(wire, str) else wire
+    if not (dist.is_available() and dist.is_initialized()):
+        raise FeedbackError(
+            "gradients are averaged over a process group and there is none: call torch.distributed.init_process_group "
+            "before compress_gradients."
+        )
+    own = group or dist.group.WORLD
+    assert own is not None
+    _check(module)
+    for owner in list(module.modules()):
+        names = [n for n, p in owner._parameters.items() if p is not None and p.requires_grad]
+        if names:
+            _parametrise(owner, names, own.group_name, own.size(), format)
+    return module
+
+
+def _check(module: nn.Module) -> None:
+    name = type(module).__name__
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise FeedbackError("DistributedDataParallel averages gradients itself: pass the module inside it instead.")
+    if any(getattr(m, _MARK, False) for m in module.modules()):
+        raise FeedbackError(f"the gradients of {name}, or of a part of it, are compressed already. Call this once.")
+    trained = [p for p in module.parameters() if p.requires_grad]
+    if not trained:
+        raise FeedbackError(f"{name} has no parameter that requires a gradient. Set requires_grad before this call.")
+    if any(isinstance(p, DTensor) for p in trained):
+        raise FeedbackError(
+            f"parameters of {name} are DTensors, whose gradients FSDP or the sharding averages. Compress whole "
+            "parameters, or leave the wire format to the option 'wire' of the backend."
+        )
+
+
+def _parametrise(owner: nn.Module, names: list[str], group: str, ranks: int, wire: WireFormat) -> None:
+    """Put properties in the place of parameters, in a class of the module's own, and residuals beside them."""
+    members: dict[str, Any] = {_MARK: True}
+    for name in names:
+        parameter = owner._parameters[name]
+        assert parameter is not None
+        count = row_length(parameter.numel(), ranks)
+        narrow = wire.name != "fp32" and wire.payload_bytes(count) * ranks < parameter.numel() * parameter.itemsize
+        if narrow:
+            local = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
+            owner.register_buffer(_LOCAL + name, local)
+            owner.register_buffer(_OWNER + name, local.new_zeros(count))
+        members[name] = property(_getter(name, group, ranks, str(wire) if narrow else "fp32"))
+    kind = type(owner)
+    owner.__class__ = type(kind.__name__, (kind,), {**members, "__module__": kind.__module__})
+
+
+def _getter(name: str, group: str, ranks: int, wire: str) -> Callable[[nn.Module], Tensor | None]:
+    local, owned = _LOCAL + name, _OWNER + name
+
+    def get(self: nn.Module) -> Tensor | None:
+        parameter = self._parameters[name]
+        if parameter is None or not torch.is_grad_enabled():
+            return parameter
+        averaged: Tensor = _averaged(parameter, self._buffers.get(local), self._buffers.get(owned), group, ranks, wire)
+        return averaged
+
+    return get
+
+
+class _Averaged(torch.autograd.Function):
+    """A parameter whose gradient is averaged over the ranks of a group."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, parameter: Tensor, local: Tensor | None, owned: Tensor | None, group: str, ranks: int, wire: str
+    ) -> Tensor:
+        # not saved for backward, which would refuse that they are written to
+        ctx.residuals, ctx.group, ctx.ranks, ctx.wire = (local, owned), group, ranks, wire
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        local, owned = ctx.residuals
+        if local is None:
+            total = _waited(torch.ops._c10d_functional.all_reduce(grad, "sum", ctx.group))
+            return total / ctx.ranks, None, None, None, None, None
+        mean = _mean_with_feedback(grad, local, owned, ctx.group, ctx.ranks, ctx.wire)
+        return mean, None, None, None, None, None
+
+
+def _apply(parameter: Tensor, local: Tensor | None, owned: Tensor | None, group: str, ranks: int, wire: str) -> Tensor:
+    averaged: Tensor = _Averaged.apply(parameter, local, owned, group, ranks, wire)
+    return averaged
+
+
+# Dynamo would trace the function into an operator of its own, whose backward nodes do not say that they are backward.
+_averaged: Callable[..., Any] = torch._dynamo.allow_in_graph(_apply)  # type: ignore[no-untyped-call]
+
+
+def _mean_with_feedback(grad: Tensor, local: Tensor, owned: Tensor, group: str, ranks: int, wire: str) -> Tensor:
+    """The mean of the ranks' gradients, in the gradient's shape and dtype; both residuals are updated."""
+    size, count = grad.numel(), row_length(grad.numel(), ranks)
+    corrected = grad.float() + local
+    payload = encode([corrected], ranks, wire)
+    (sent,) = decode(payload, [count], wire, torch.float32)
+    local.copy_(_residual(corrected, sent.reshape(-1)[:size].reshape(grad.shape)))
+    moved = _waited(torch.ops._c10d_functional.all_to_all_single(payload, [1] * ranks, [1] * ranks, group))
+    (total,) = reduce(moved, [count], wire, torch.float32, False)
+    total = total + owned
+    payload = encode([total], 1, wire)
+    (sent,) = decode(payload, [count], wire, torch.float32)
+    owned.copy_(_residual(total, sent.reshape(-1)))
+    gathered = _waited(torch.ops._c10d_functional.all_gather_into_tensor(payload, ranks, group))
+    (sums,) = decode(gathered, [count], wire, torch.float32)
+    mean: Tensor = (sums.reshape(-1)[:size].reshape(grad.shape) / ranks).to(grad.dtype)
+    return mean
+
+
+def _residual(wanted: Tensor, sent: Tensor) -> Tensor:
+    return (wanted - sent).nan_to_num(0.0, 0.0, 0.0)
+
+
+def _waited(started: Tensor) -> Tensor:
+    finished: Tensor = torch.ops._c10d_functional.wait_tensor(started)
+    return finished
