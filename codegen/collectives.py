@@ -18,56 +18,26 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..passes.graph import FLOAT_DTYPES, aten, is_backward, is_joint, numel_of
+from ..passes.graph import aten, is_backward, is_joint
 from ..passes.insertion import insert_call
 from ..passes.keys import key_of
 from ..passes.wire_formats import WireFormat
-from .collective_nodes import Collective, GroupSize, find_collectives, group_size_by_name, ring_bytes
-from .wire import row_length
+from .collective_nodes import Collective, GroupSize, group_size_by_name
+from .sending import Sent, plan_sending
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 """What DistributedDataParallel takes: large enough to fill a link, small enough to overlap."""
 
 _Size = int | fx.Node
 
+# `sending` imports `wire`, which registers them.
 _encode, _decode, _reduce = (getattr(torch.ops.dsmp, f"wire_{step}").default for step in ("encode", "decode", "reduce"))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sent:
-    """What became of a collective: its key, kind and format, the bytes that a rank sends, as written and now.
-
-    `bucket` numbers the payload it is part of; None where it was left as written, and then `reason` says why.
-    """
-
-    key: str
-    kind: str
-    ranks: int
-    wire: str
-    bucket: int | None
-    bytes_as_written: float
-    bytes: float
-    reason: str = ""
-
-
-def wires_by_key(
-    gm: fx.GraphModule, globs: Mapping[str, WireFormat], group_size: GroupSize = group_size_by_name
-) -> dict[fx.Node, WireFormat]:
-    """The format of each collective of a keyed graph, from globs over keys; of several that match the last counts."""
-    found = {}
-    for collective in find_collectives(gm, group_size):
-        key = str(key_of(collective.start))
-        for glob, wire in globs.items():
-            if fnmatchcase(key, glob):
-                found[collective.start] = wire
-    return found
 
 
 def rewrite_collectives(
@@ -79,63 +49,25 @@ def rewrite_collectives(
 ) -> list[Sent]:
     """Send the tensors of these collectives in these formats, in place; "fp32" leaves one exactly as it is.
 
-    `wires` maps the nodes that start collectives (`find_collectives`). Returns an entry for each of them, in graph
-    order, also for those that were left alone because the format would not make them smaller, does not hold for their
-    dtype, or because they compute something other than sums and means.
+    `wires` maps the nodes that start collectives (`find_collectives`). Returns `plan_sending`'s entries with the
+    buckets that the collectives went into.
     """
-    chosen = [c for c in find_collectives(gm, group_size) if c.start in wires]
-    refused = {c.start: why for c in chosen if (why := _why_not(c, wires[c.start]))}
+    planned = plan_sending(gm, wires, group_size)
     by_kind: defaultdict[tuple[Any, ...], dict[fx.Node, Collective]] = defaultdict(dict)
-    for c in chosen:
-        if c.start not in refused:
+    for c, sent in planned.items():
+        if not sent.reason:
             by_kind[_bucket_key(c, wires[c.start])][c.start] = c
     joint = bool(by_kind) and is_joint(gm)
-    numbers: dict[fx.Node, int] = {}
-    entries = {c.start: (str(key_of(c.start) or c.start.name), c.sent_bytes, _sent(c, wires[c.start])) for c in chosen}
+    numbers: dict[Collective, int] = {}
     for members in by_kind.values():
         for bucket in _buckets(gm, members, bucket_bytes):
             number = len(set(numbers.values()))
-            numbers |= {c.start: number for c in bucket.members}
+            numbers |= dict.fromkeys(bucket.members, number)
             _Writer(gm.graph, bucket, wires[bucket.members[0].start], joint).write()
     if by_kind:
         gm.graph.lint()
         gm.recompile()
-    return [
-        Sent(
-            key=key, kind=c.kind, ranks=c.ranks, wire=str(wires[c.start]) if c.start in numbers else "fp32",
-            bucket=numbers.get(c.start), bytes_as_written=before,
-            bytes=after if c.start in numbers else before, reason=refused.get(c.start, ""),
-        )
-        for c in chosen
-        for key, before, after in [entries[c.start]]
-    ]  # fmt: skip
-
-
-def _why_not(c: Collective, wire: WireFormat) -> str:
-    """Why a collective stays as it is; `""` if it does not."""
-    if wire.name == "fp32":
-        return "as written"
-    if c.wait is None:
-        return "its result is used in other ways than through one wait_tensor"
-    if c.value.dtype not in FLOAT_DTYPES:
-        return f"{c.value.dtype} is no floating-point dtype"
-    if c.reduce_op not in ("", "sum", "avg"):
-        return f"the reduction {c.reduce_op!r} is neither a sum nor a mean"
-    if wire.is_sparse and not isinstance(c.value.numel(), int):
-        return "how many values top-k sends would depend on a symbolic size"
-    if _sent(c, wire) >= c.sent_bytes:
-        return f"{wire} would send {_sent(c, wire):,.0f} bytes in place of {c.sent_bytes:,.0f}"
-    return ""
-
-
-def _sent(c: Collective, wire: WireFormat) -> float:
-    """Bytes that a rank sends for a collective in a format."""
-    count = numel_of(c.value)
-    if c.kind == "all_gather" or (c.kind == "all_reduce" and wire.is_sparse):
-        return ring_bytes("all_gather", wire.payload_bytes(count), c.ranks)
-    share = wire.payload_bytes(row_length(count, c.ranks))
-    twice = ring_bytes("all_gather", share, c.ranks) if c.kind == "all_reduce" else 0
-    return ring_bytes("all_to_all", share * c.ranks, c.ranks) + twice
+    return [replace(sent, bucket=numbers.get(c)) for c, sent in planned.items()]
 
 
 def _bucket_key(c: Collective, wire: WireFormat) -> tuple[Any, ...]:

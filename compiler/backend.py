@@ -26,6 +26,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from ..codegen.audit import Audit
 from ..codegen.lower_products import Lowering
+from ..codegen.sending import unmatched_globs
 from ..errors import PlanHardwareError, UnknownHardwareError
 from ..hardware_db.capability import Device
 from ..hardware_db.detect import detect, resolve_hardware
@@ -35,7 +36,7 @@ from ..passes.plan_fields import GEMM_CLASSES
 from ..passes.select_default import rules_without_a_node, select_default
 from .calibrated import Calibration, plan_from_measurement
 from .capture import Capture, key_graph
-from .execution import apply_decisions
+from .execution import apply_decisions, with_wires
 from .frame_recording import bind_to_weights, record_frame
 from .identity import frame_names, module_paths
 from .options import Options, parse_options
@@ -166,6 +167,8 @@ class PrecisionPass(CustomGraphPass):
         """Run the pass on a graph module."""
         parameters = parameter_nodes(gm, self.parameter_indices)
         key_graph(gm, self.names, parameters)
+        for glob, example in unmatched_globs(gm, self.options.wire):
+            log.warning("wire %r matches no collective of this graph; one is %s", glob, example)
         decisions = self._decisions(gm, parameters)
         applied = apply_decisions(
             gm,
@@ -174,6 +177,7 @@ class PrecisionPass(CustomGraphPass):
             same_device=self.device.id == self.running.id,
             parameters=parameters,
             lowering=self._lowering(),
+            wires=self.options.wire,
         )
         self.ran = True
         plan = self.options.plan
@@ -213,6 +217,7 @@ class PrecisionPass(CustomGraphPass):
         if plan is not None and not rules:
             return plan.by_key
         selection = select_default(gm, self.device, parameters=parameters, rules=rules)
+        selection = replace(selection, decisions=with_wires(gm, selection.decisions, self.options.wire))
         made = {d.key: d for d in selection.decisions}
         for rule in rules_without_a_node(self.options.rules, made):
             log.warning("rule %r -> %s matches no node of this graph that can follow it", rule.match, rule.format)
@@ -242,6 +247,7 @@ class PrecisionPass(CustomGraphPass):
                 self.running.id,
                 self.options.strict,
                 [self.options.kernels, sorted(self.options.implementations.items()), sorted(self.options.without)],
+                [[glob, str(wire)] for glob, wire in self.options.wire.items()],
                 list(self.module_paths),
                 sorted(self.parameter_indices),
             ]

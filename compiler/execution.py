@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from ..codegen.audit import Audit, Entry, Ran
+from ..codegen.collectives import rewrite_collectives
 from ..codegen.lower import merge_backward, protect_mutated_inputs
 from ..codegen.lower_products import Lowering, lower_products
+from ..codegen.sending import Sent, plan_sending, wires_by_key
 from ..hardware_db.capability import Device
 from ..passes.cast_motion import operand_storage
 from ..passes.cost import format_of
@@ -17,8 +19,9 @@ from ..passes.graph import float_dtype
 from ..passes.keys import key_of
 from ..passes.legalize import LegalizeReport, legalize
 from ..passes.plan import Decision
-from ..passes.plan_fields import GEMM_CLASSES
+from ..passes.plan_fields import GEMM_CLASSES, Reason
 from ..passes.verify import snapshot, verify
+from ..passes.wire_formats import WireFormat
 from .capture import Capture
 from .saved_activations import copy_graph, lazily, saved_activation_bytes
 
@@ -50,9 +53,10 @@ def apply_decisions(
     same_device: bool,
     parameters: frozenset[fx.Node],
     lowering: Lowering | None = None,
+    wires: Mapping[str, WireFormat] | None = None,
 ) -> Applied:
-    """Legalise a keyed graph in place and, with `lowering`, put kernels in, with the invariants checked after each
-    pass. Raises KernelUnavailableError."""
+    """Legalise a keyed graph in place and, with `lowering`, put kernels in and send the tensors of collectives in the
+    formats of `wires` (globs over keys), with the invariants checked after each pass. Raises KernelUnavailableError."""
     before = snapshot(gm)
     here = {str(k) for n in gm.graph.nodes if (k := key_of(n)) is not None}
     decided = [d.key for k, d in decisions.items() if k in here and d.reason.code != "view"]
@@ -60,8 +64,10 @@ def apply_decisions(
     verify(gm, before, decided)
     audit = None
     if lowering is not None:
-        entries = lower_products(gm, decisions, lowering, frozenset(report.simulated), parameters)
-        audit = _audit(gm, decisions, here, entries)
+        products = lower_products(gm, decisions, lowering, frozenset(report.simulated), parameters)
+        sent = rewrite_collectives(gm, wires_by_key(gm, wires)) if wires else []
+        collectives = [_sent(decisions[s.key], s) for s in sent if s.key in decisions]
+        audit = _audit(gm, decisions, here, [*products, *collectives])
     merge_backward(gm)
     protect_mutated_inputs(gm)
     verify(gm, before, (), ())
@@ -69,11 +75,18 @@ def apply_decisions(
 
 
 def _audit(
-    gm: fx.GraphModule, decisions: Mapping[str, Decision], here: Collection[str], products: Iterable[Entry]
+    gm: fx.GraphModule, decisions: Mapping[str, Decision], here: Collection[str], entries: Iterable[Entry]
 ) -> Audit:
     """Entries for every decision whose node the graph had, in the plan's order."""
-    known = {e.key: e for e in products}
+    known = {e.key: e for e in entries}
     return Audit(tuple(known.get(d.key) or _other(d) for key, d in decisions.items() if key in here))
+
+
+def _sent(decision: Decision, sent: Sent) -> Entry:
+    """The entry of a collective for which a wire format was asked."""
+    if sent.bucket is None:
+        return Entry.of(decision, "torch", Ran.AS_TRACED, sent.reason)
+    return Entry.of(decision, f"wire_{sent.wire}", Ran.NATIVE, f"{sent.described}, bucket {sent.bucket}")
 
 
 def _other(decision: Decision) -> Entry:
@@ -83,6 +96,18 @@ def _other(decision: Decision) -> Entry:
     if decision.output != decision.traced:
         return Entry.of(decision, "torch", Ran.NATIVE, f"computes in {decision.compute}, stored as {decision.output}")
     return Entry.of(decision, "torch", Ran.AS_TRACED, "planned as the model was written")
+
+
+def with_wires(gm: fx.GraphModule, decisions: Sequence[Decision], wires: Mapping[str, WireFormat]) -> list[Decision]:
+    """The decisions with what becomes of collectives in these formats (globs over keys) as their reasons."""
+    if not wires:
+        return list(decisions)
+    sent = {s.key: s for s in plan_sending(gm, wires_by_key(gm, wires)).values()}
+    return [d.model_copy(update={"reason": _wire_reason(sent[d.key])}) if d.key in sent else d for d in decisions]
+
+
+def _wire_reason(sent: Sent) -> Reason:
+    return Reason(code="wire", text=f"stays as written: {sent.reason}" if sent.reason else sent.described)
 
 
 def predict_execution(capture: Capture, decisions: Mapping[str, Decision], device: Device) -> Execution:

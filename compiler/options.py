@@ -15,6 +15,9 @@ kernels        "auto" (default): Triton kernels on a GPU that was planned for, e
 implementations  {glob over node keys: name}: what computes these products (see `codegen/registry.py`); an error where
                it cannot
 without        list of implementations not to use
+wire           how collectives in the model's own code send floating-point tensors: "fp32" (the default: as written),
+               "bf16", "fp16", "fp8", "int8", "int4" or "topk", with a block or share as in "int8:64", "topk:0.05"; or
+               {glob over node keys: format}, of which the last match counts. What is sent so is summed in fp32
 strict         True: a GEMM that the plan does not know, or a planned narrow node that would run wide on the device it
                was planned for, is an error instead of a warning
 """
@@ -34,6 +37,7 @@ from ..errors import InvalidOptionError, UnknownOptionError
 from ..passes.budget_text import parse_budget, parse_memory
 from ..passes.plan import PrecisionPlan, Rule, load_plan, parse_rules
 from ..passes.program import DriftKind
+from ..passes.wire_formats import WireFormat, parse_wire
 from .calibrated import DRIFTS
 
 Executor = Literal["inductor", "eager"]
@@ -59,12 +63,14 @@ class Options:
     memory: Any = None
     drift: DriftKind | None = None
     save_plan: Path | None = None
+    wire: Mapping[str, WireFormat] = field(default_factory=dict)
 
 
 def parse_options(options: Mapping[str, Any] | None) -> Options:
     """Options from what the user passed to torch.compile.
 
-    Raises UnknownOptionError, InvalidOptionError, RuleError or PlanSchemaError.
+    Raises UnknownOptionError, InvalidOptionError, UnknownWireFormatError, InvalidWireFormatError, RuleError or
+    PlanSchemaError.
     """
     if options is not None and not isinstance(options, Mapping):
         raise InvalidOptionError("options", options, "a dict such as {'hardware': 'h800'}")
@@ -103,6 +109,7 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
         kernels=kernels,
         implementations=_implementations(given.get("implementations")),
         without=_without(given.get("without")),
+        wire=_wire(given.get("wire")),
     )
 
 
@@ -134,6 +141,14 @@ def _without(value: Any) -> tuple[str, ...]:
         raise InvalidOptionError("without", value, "a list of implementations such as ['torch_scaled_mm']")
     check_names("without", value)
     return tuple(value)
+
+
+def _wire(value: Any) -> Mapping[str, WireFormat]:
+    """Wire formats by glob; one format alone is for all collectives."""
+    globs = {"*": value} if isinstance(value, str) else value if value is not None else {}
+    if not isinstance(globs, Mapping) or not all(isinstance(x, str) for item in globs.items() for x in item):
+        raise InvalidOptionError("wire", value, "a format such as 'int8', or a dict such as {'*|all_reduce|*': 'int8'}")
+    return {glob: parse_wire(text) for glob, text in globs.items()}
 
 
 def _files(value: Any) -> tuple[Path, ...]:

@@ -46,6 +46,11 @@ class Traffic(TorchDispatchMode):
         super().__init__()
         self.sent: dict[str, float] = {}
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """torch.compile's code runs under such modes, and under no others."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
         if name.startswith("_c10d_functional::") and "wait" not in name:
