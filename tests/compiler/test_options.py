@@ -21,12 +21,15 @@ from dsmp.errors import (
     DsmpError,
     HardwareDataError,
     InvalidOptionError,
+    InvalidWireFormatError,
     PlanHardwareError,
     PlanSchemaError,
     RuleError,
     UnknownHardwareError,
     UnknownOptionError,
+    UnknownWireFormatError,
 )
+from dsmp.passes.wire_formats import WireFormat
 
 X = torch.linspace(-1, 1, 6 * 32).reshape(6, 32)
 
@@ -84,6 +87,12 @@ def test_all_options_together(plan: dsmp.PrecisionPlan, tmp_path: Path) -> None:
         ({"executor": ["eager"]}, InvalidOptionError, "allowed: 'inductor' or 'eager'"),
         ({"executor": None}, InvalidOptionError, "allowed: 'inductor' or 'eager'"),
         ({"strict": 1}, InvalidOptionError, "allowed: True or False"),
+        ({"wire": 8}, InvalidOptionError, "option 'wire' got 8; allowed: a format such as 'int8', or a dict"),
+        ({"wire": {"*": 8}}, InvalidOptionError, "a dict such as {'*|all_reduce|*': 'int8'}"),
+        ({"wire": "in8"}, UnknownWireFormatError, "unknown wire format 'in8'. Did you mean 'int8'"),
+        ({"wire": {"*": "fp8_e4m3"}}, UnknownWireFormatError, "Did you mean 'fp8'"),
+        ({"wire": "int8:2"}, InvalidWireFormatError, "blocks of 8 to 65536 values"),
+        ({"wire": "topk:5"}, InvalidWireFormatError, "shares above 0 and up to 1"),
         ({"plan": 3}, InvalidOptionError, "a PrecisionPlan or the path"),
         ({"plan": {"nodes": []}}, InvalidOptionError, "a PrecisionPlan or the path"),
         ({"plan": "/nowhere/plan.json"}, PlanSchemaError, "/nowhere/plan.json: cannot be read"),
@@ -104,6 +113,12 @@ def test_a_wrong_option_is_one_clear_error(options: dict[str, Any], kind: type[D
     error = refused(**options)
     assert type(error) is kind
     assert told in str(error)
+
+
+def test_wire_formats_by_glob() -> None:
+    assert parse_options({"wire": "int8:64"}).wire == {"*": WireFormat("int8", block=64)}
+    globs = {"*": "bf16", "*|all_reduce|*": "topk:0.05"}
+    assert list(parse_options({"wire": globs}).wire.values()) == [WireFormat("bf16"), WireFormat("topk", keep=0.05)]
 
 
 def test_options_that_are_no_dict() -> None:
