@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -65,7 +65,7 @@ class Collective:
 
 def group_size_by_name(name: str) -> int:
     """The number of ranks of the process group with this name, as collectives in graphs know it."""
-    return dist.distributed_c10d._get_group_size_by_name(dist.GroupName(name))
+    return dist.distributed_c10d._get_group_size_by_name(cast("Any", name))
 
 
 def find_collectives(gm: fx.GraphModule, group_size: GroupSize = group_size_by_name) -> list[Collective]:
