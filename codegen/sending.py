@@ -42,8 +42,7 @@ def wires_by_key(
 ) -> dict[fx.Node, WireFormat]:
     """The format of each collective of a keyed graph, from globs over keys; of several that match the last counts."""
     found = {}
-    for collective in find_collectives(gm, group_size):
-        key = str(key_of(collective.start))
+    for key, collective in _keyed(gm, group_size):
         for glob, wire in globs.items():
             if fnmatchcase(key, glob):
                 found[collective.start] = wire
@@ -52,8 +51,13 @@ def wires_by_key(
 
 def unmatched_globs(gm: fx.GraphModule, globs: Mapping[str, WireFormat]) -> list[tuple[str, str]]:
     """(glob, key of a collective as an example) of globs that match none of the graph's; empty if it has none."""
-    keys = [str(key_of(c.start)) for c in find_collectives(gm)] if globs else []
+    keys = [key for key, _ in _keyed(gm, group_size_by_name)] if globs else []
     return [(glob, keys[0]) for glob in globs if keys and not any(fnmatchcase(key, glob) for key in keys)]
+
+
+def _keyed(gm: fx.GraphModule, group_size: GroupSize) -> list[tuple[str, Collective]]:
+    """Collectives that have keys: those of floating-point tensors, so not those of payloads."""
+    return [(str(key), c) for c in find_collectives(gm, group_size) if (key := key_of(c.start)) is not None]
 
 
 def plan_sending(

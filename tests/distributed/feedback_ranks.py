@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 from dsmp.codegen.feedback import compress_gradients
 
@@ -43,12 +45,12 @@ def exact() -> dict[str, torch.Tensor]:
     return {n: p.grad for n, p in model.named_parameters()}
 
 
-def errors_of_means(wire: str, steps: int, backend: str | None) -> dict[str, Any]:
+def errors_of_means(wire: str, steps: int, options: dict[str, Any] | None) -> dict[str, Any]:
     """Relative error of the mean gradient after 1 ... `steps` steps on one batch; last gradients; the state."""
     model = compress_gradients(net(), wire=wire)
     call: Any = model
-    if backend is not None:
-        call = torch.compile(model, backend=backend, options={"executor": "eager"}, fullgraph=True)
+    if options is not None:
+        call = torch.compile(model, backend="dsmp", options=options, fullgraph=True)
     wanted = exact()
     total = {n: torch.zeros_like(g) for n, g in wanted.items()}
     errors = []
@@ -105,7 +107,10 @@ def mistakes() -> list[str]:
     found = []
     done = compress_gradients(net())
     frozen = net().requires_grad_(False)
-    for module in (done, frozen, nn.parallel.DistributedDataParallel(net())):
+    sharded = net()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    sharded.down.weight = nn.Parameter(distribute_tensor(sharded.down.weight.data, mesh, [Replicate()]))
+    for module in (done, frozen, nn.parallel.DistributedDataParallel(net()), sharded):
         try:
             compress_gradients(module)
         except Exception as error:

@@ -78,6 +78,18 @@ class SumOverRanks(torch.autograd.Function):
         return grad
 
 
+class SumOfGradients(torch.autograd.Function):
+    """The input of a column-parallel layer, whose gradient is the sum of the ranks' parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return collective(grad, "all_reduce")
+
+
 def stack(placed: str) -> Stack:
     torch.manual_seed(0)
     return Stack(placed)
@@ -130,23 +142,25 @@ def starts(key: str) -> bool:
     return key.split("|")[2] in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 
 
-def row_parallel(wire: str | None) -> list[float]:
-    """Errors of a row-parallel product for batches of several sizes, compiled with symbolic sizes."""
+def tensor_parallel(wire: str | None) -> list[float]:
+    """Errors of an MLP that is split by columns, then by rows, and of its input's gradient, for batches of several
+    sizes, compiled with symbolic sizes."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(3)
-    weight = torch.randn(48, 64, generator=generator)
-    shard = weight.chunk(ranks, dim=1)[rank].clone().requires_grad_()
+    up, down = (torch.randn(shape, generator=generator) / 8 for shape in ((96, 64), (48, 96)))
+    mine = up.chunk(ranks)[rank].clone().requires_grad_(), down.chunk(ranks, dim=1)[rank].clone().requires_grad_()
 
-    def product(x: torch.Tensor) -> torch.Tensor:
-        return SumOverRanks.apply(F.linear(x, shard)).tanh()
+    def mlp(x: torch.Tensor) -> torch.Tensor:
+        return SumOverRanks.apply(F.linear(F.gelu(F.linear(SumOfGradients.apply(x), mine[0])), mine[1])).tanh()
 
     options = {"executor": "eager", **({} if wire is None else {"wire": wire})}
-    compiled: Callable[..., torch.Tensor] = torch.compile(product, backend="dsmp", options=options, dynamic=True)
+    compiled: Callable[..., torch.Tensor] = torch.compile(mlp, backend="dsmp", options=options, dynamic=True)
     errors = []
     for rows in (5, 16, 33):
         x = torch.randn(rows, 64, generator=generator)
-        found = compiled(x.chunk(ranks, dim=1)[rank])
-        found.sum().backward()
-        exact = F.linear(x, weight).tanh()
-        errors.append(float((found - exact).norm() / exact.norm()))
+        ours, theirs = (x.clone().requires_grad_() for _ in range(2))
+        found, exact = compiled(ours), F.linear(F.gelu(F.linear(theirs, up)), down).tanh()
+        found.square().sum().backward()
+        exact.square().sum().backward()
+        errors += [float((a - b).norm() / b.norm()) for a, b in ((found, exact), (ours.grad, theirs.grad))]
     return errors

@@ -13,9 +13,17 @@ from dsmp.errors import FeedbackError
 STEPS = 16
 
 
-@pytest.mark.parametrize(("wire", "backend"), [("int4", None), ("topk:0.3", None), ("int4", "dsmp")])
-def test_the_error_falls_as_one_over_n(two_ranks: Ranks, wire: str, backend: str | None) -> None:
-    ranks = two_ranks.run(errors_of_means, wire, STEPS, backend)
+@pytest.mark.parametrize(
+    ("wire", "options"),
+    [
+        ("int4", None),
+        ("topk:0.3", None),
+        ("int4", {"executor": "eager", "wire": "int8"}),  # the option leaves payloads alone
+        pytest.param("int4", {"executor": "inductor"}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_error_falls_as_one_over_n(two_ranks: Ranks, wire: str, options: dict[str, str] | None) -> None:
+    ranks = two_ranks.run(errors_of_means, wire, STEPS, options)
     errors = ranks[0]["errors"]
     assert errors[0] > 0.02, "a single step has the error of the format"
     # what n steps sent is off by a residual that does not grow: n * error stays below the largest residual
@@ -26,13 +34,6 @@ def test_the_error_falls_as_one_over_n(two_ranks: Ranks, wire: str, backend: str
     assert ranks[1]["errors"] == errors
     for name, gradient in ranks[0]["gradients"].items():
         assert torch.equal(gradient, ranks[1]["gradients"][name]), "all ranks have the same mean"
-
-
-def test_compiled_gradients_are_those_of_eager_mode(two_ranks: Ranks) -> None:
-    eager, compiled = (two_ranks.run(errors_of_means, "int8", 3, backend)[0] for backend in (None, "dsmp"))
-    for name, gradient in eager["gradients"].items():
-        assert torch.allclose(compiled["gradients"][name], gradient, rtol=0, atol=0.02 * float(gradient.abs().max()))
-    assert compiled["errors"][-1] < 0.01
 
 
 def test_residuals_are_part_of_the_state(two_ranks: Ranks) -> None:
@@ -54,8 +55,9 @@ def test_a_step_that_is_not_finite_is_seen_and_forgotten(two_ranks: Ranks) -> No
 
 
 def test_mistakes_have_remedies(two_ranks: Ranks) -> None:
-    again, frozen, wrapped = two_ranks.run(mistakes)[0]
-    assert all(m.startswith("FeedbackError: ") for m in (again, frozen, wrapped))
+    again, frozen, wrapped, sharded = two_ranks.run(mistakes)[0]
+    assert all(m.startswith("FeedbackError: ") for m in (again, frozen, wrapped, sharded))
+    assert "are DTensors" in sharded
     assert "compressed already" in again and "requires_grad" in frozen and "pass the module inside it" in wrapped
     with pytest.raises(FeedbackError, match="init_process_group"):
         compress_gradients(net())
