@@ -129,7 +129,7 @@ def _lower(node: fx.Node, decision: Decision, how: Lowering, lowerer: _Lowerer, 
 def _rounded(decision: Decision, product: Product, how: Lowering, planned: Choice, able: Choice) -> Entry:
     """A product that stays rounded and multiplied in fp32: it must, or its implementation is missing."""
     if how.native or (how.interpret and planned.implementation is SIMULATION):
-        if able.implementation.name == "simulation" and able.reason == "asked for by name":
+        if able.implementation is SIMULATION and able.forced:
             return Entry.of(decision, SIMULATION.name, Ran.SIMULATED, able.reason)
         why = able.reason if able.implementation is SIMULATION else "its operands are not laid out for the kernel"
         return Entry.of(decision, SIMULATION.name, Ran.FELL_BACK, why)

@@ -94,11 +94,12 @@ class Implementation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """What was taken for a product, and what every other implementation answered."""
+    """What was taken for a product, and what every other implementation answered. forced: it was asked for by name."""
 
     implementation: Implementation
     reason: str
     refused: Mapping[str, str]
+    forced: bool = False
 
 
 def _no(reason: str) -> Verdict:
@@ -287,7 +288,7 @@ def choose(
             refused[implementation.name] = verdict.reason
     if wanted is not None:
         if wanted == SIMULATION.name:
-            return Choice(implementation=SIMULATION, reason="asked for by name", refused=refused)
+            return Choice(implementation=SIMULATION, reason="asked for by name", refused=refused, forced=True)
         found = next((i for i in able if i.name == wanted), None)
         if found is None:
             others = ", ".join(i.name for i in able) or SIMULATION.name
@@ -295,7 +296,7 @@ def choose(
                 f"{product.key}: {wanted} cannot compute {product.compute} ({product.recipe}) here: "
                 f"{refused[wanted].rstrip('.')}. Available: {others}; or do not name one."
             )
-        return Choice(implementation=found, reason="asked for by name", refused=refused)
+        return Choice(implementation=found, reason="asked for by name", refused=refused, forced=True)
     if not able:
         text = "; ".join(f"{n}: {r}" for n, r in refused.items() if _is_about(n, product))
         return Choice(implementation=SIMULATION, reason=text or "no implementation takes it", refused=refused)
