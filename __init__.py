@@ -19,12 +19,14 @@ from .errors import DsmpError
 if TYPE_CHECKING:
     from .codegen.feedback import compress_gradients
     from .compiler.capture import Capture, capture
+    from .compiler.parallelize import parallelize
     from .compiler.plan_registry import audit, plan_of
     from .compiler.planning import measure_scores, plan
     from .hardware_db.capability import Device, Verdict
     from .hardware_db.detect import resolve_hardware
     from .passes.plan import Decision, PrecisionPlan, Rule, load_plan
     from .passes.scores import Scores, load_scores
+    from .passes.sharding import ShardingPlan, ShardingRule
 
 __version__ = version("dsmp")
 
@@ -40,9 +42,12 @@ _HOMES = {
     "capture": ".compiler.capture",
     "compress_gradients": ".codegen.feedback",
     "Scores": ".passes.scores",
+    "ShardingPlan": ".passes.sharding",
+    "ShardingRule": ".passes.sharding",
     "load_plan": ".passes.plan",
     "load_scores": ".passes.scores",
     "measure_scores": ".compiler.planning",
+    "parallelize": ".compiler.parallelize",
     "plan": ".compiler.planning",
     "plan_of": ".compiler.plan_registry",
     "resolve_hardware": ".hardware_db.detect",
@@ -56,6 +61,8 @@ __all__ = [
     "PrecisionPlan",
     "Rule",
     "Scores",
+    "ShardingPlan",
+    "ShardingRule",
     "Verdict",
     "audit",
     "capture",
@@ -63,6 +70,7 @@ __all__ = [
     "load_plan",
     "load_scores",
     "measure_scores",
+    "parallelize",
     "plan",
     "plan_of",
     "resolve_hardware",

@@ -284,3 +284,25 @@ def _listed(nodes: Sequence[int], names: Sequence[str]) -> str:
     shown = [*names[:_NODES_SHOWN]] or [f"node {n}" for n in nodes[:_NODES_SHOWN]]
     more = len(nodes) - len(shown)
     return f"{', '.join(shown)}{f' and {more:,} more' if more > 0 else ''}"
+
+
+class ShardingPlanError(DsmpError):
+    """A sharding plan that cannot be read or does not fit the mesh or the model."""
+
+
+class IndivisibleError(ShardingPlanError):
+    """Sizes (heads, widths, vocabulary, batch) that a mesh dimension does not divide."""
+
+    def __init__(self, reasons: Sequence[str]) -> None:
+        listed = "; ".join(dict.fromkeys(reasons))
+        super().__init__(
+            f"the model cannot be sharded so: {listed}. Replicate it there, or take a mesh that divides it."
+        )
+
+
+class UnshardableError(DsmpError):
+    """An operation that has no sharded form."""
+
+
+class RanksDisagreeError(DsmpError):
+    """Ranks that hold different sharding plans or graphs: their collectives would wait for each other for ever."""

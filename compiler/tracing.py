@@ -54,12 +54,12 @@ def compile_eagerly(gm: fx.GraphModule, example_inputs: Sequence[Any], graph_pas
 
     def inference(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         graph_pass(graph)
-        return _boxed(graph)
+        return boxed(graph)
 
     with explicit_precision():
         compile_joint: Callable[..., Callable[..., Any]] = aot_autograd(
-            fw_compiler=lambda graph, inputs: _boxed(graph),
-            bw_compiler=lambda graph, inputs: _boxed(graph),
+            fw_compiler=lambda graph, inputs: boxed(graph),
+            bw_compiler=lambda graph, inputs: boxed(graph),
             inference_compiler=inference,
             partition_fn=partition,
             decompositions=select_decomp_table,
@@ -127,7 +127,7 @@ def parameter_nodes(graph: fx.GraphModule, indices: frozenset[int]) -> frozenset
     return frozenset(found)
 
 
-def _boxed(graph: fx.GraphModule) -> Callable[..., Any]:
+def boxed(graph: fx.GraphModule) -> Callable[..., Any]:
     """A callable with boxed arguments that frees each argument as soon as the graph has read it."""
     lower_for_eager(graph)
     graph.graph.set_codegen(torch.fx.graph._BoxedCodeGen())

@@ -1,11 +1,15 @@
-"""Process groups for the distributed tests, each started once."""
+"""Process groups: of real processes, started once, and a mesh over a fake group that communicates nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch.distributed as dist
 from gloo import Ranks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +18,28 @@ def two_ranks() -> Iterator[Ranks]:
     group = Ranks(2)
     yield group
     group.close()
+
+
+@pytest.fixture(scope="module")
+def fake_mesh() -> Iterator[Callable[..., DeviceMesh]]:
+    """`fake_mesh(dp=256, tp=8)`: a mesh of that many ranks, as rank 5 (or the last) of it sees it; one at a time."""
+
+    made: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
+
+    def make(**sizes: int) -> DeviceMesh:
+        key = tuple(sizes.items())
+        if key not in made:
+            made.clear()
+            close()
+            ranks = math.prod(sizes.values())
+            dist.init_process_group("fake", store=FakeStore(), rank=min(5, ranks - 1), world_size=ranks)
+            made[key] = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        return made[key]
+
+    yield make
+    close()
+
+
+def close() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,132 @@
+"""The joint graph of a whole module with its calling convention, for the sharder.
+
+`torch.compile` fixes the shapes of a graph's inputs before a backend sees it, so parameters cannot be cut into shards
+there. Here AOTAutograd exports the graph with descriptors that say which placeholder is which parameter, buffer or
+input, and which output is whose gradient. The module runs on fake tensors: parameters may be on the meta device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_map_only
+
+from ..errors import CaptureError
+from ..passes.graph import placeholders
+from ..passes.loss_decomp import loss_decompositions
+from .capture import failure_text
+from .tracing import explicit_precision
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JointCapture:
+    """A joint graph (inference graph where nothing needs a gradient) with the loss decomposed.
+
+    `names` maps placeholders of plain inputs to the argument they come from; `in_spec` flattens ((args), {kwargs}) in
+    the order of `PlainAOTInput.idx`, `out_spec` rebuilds what the module returns.
+    """
+
+    gm: fx.GraphModule
+    names: Mapping[str, str]
+    in_spec: TreeSpec
+    out_spec: TreeSpec
+
+
+def capture_joint(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, device: str = "cpu"
+) -> JointCapture:
+    """Export the joint graph of one call, on fake tensors of a device type.
+
+    Raises CaptureError when the model cannot be run or traced so.
+    """
+    mode = FakeTensorMode()
+
+    def fake(x: Tensor) -> Tensor:
+        plain = (
+            x.detach()
+            if x.device.type == "meta"
+            else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        )
+        return FakeTensor(mode, plain, torch.device(device))
+
+    kwargs = dict(kwargs or {})
+    module = _fake_copy(model, fake)
+    inputs = tree_map_only(Tensor, fake, (tuple(args), kwargs))
+    try:
+        with contextlib.ExitStack() as stack, explicit_precision(), _module_paths(module):
+            exported = aot_export_joint_with_descriptors(
+                stack, module, inputs[0], inputs[1], decompositions=dict(loss_decompositions())
+            )
+    except Exception as error:
+        raise CaptureError(f"{type(model).__name__} cannot be traced for sharding: {failure_text(error)}.") from error
+    gm = exported.graph_module
+    flat = input_names(model, args, kwargs)
+    names = {
+        n.name: flat[n.meta["desc"].idx] for n in placeholders(gm) if isinstance(n.meta.get("desc"), PlainAOTInput)
+    }
+    return JointCapture(gm=gm, names=names, in_spec=tree_flatten(inputs)[1], out_spec=exported.out_spec)
+
+
+def input_names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """A name for every leaf of the arguments: the parameter of `forward` that takes it, and the path inside it."""
+    try:
+        positional = list(inspect.signature(model.forward).parameters)
+    except (TypeError, ValueError):
+        positional = []
+    found = []
+    leaves: Any = tree_flatten_with_path((tuple(args), dict(kwargs)))[0]
+    for path, _ in leaves:
+        which, key = path[0].idx, path[1]
+        name = str(key.key) if which else positional[key.idx] if key.idx < len(positional) else str(key.idx)
+        found.append(name + keystr(path[2:]))
+    return found
+
+
+def _fake_copy(model: nn.Module, fake: Any) -> nn.Module:
+    """A copy of a module in which every parameter and buffer is fake."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(fake(parameter), parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = fake(buffer)
+    return copy.deepcopy(model, memo)
+
+
+@contextlib.contextmanager
+def _module_paths(model: nn.Module) -> Iterator[None]:
+    """Let nodes that are traced while a module is called carry its path, as they do under torch.compile."""
+    current = fx.traceback
+
+    def enter(path: str) -> Any:
+        def hook(module: nn.Module, *_: Any) -> None:
+            stack = dict(current.current_meta.get("nn_module_stack", {}))
+            stack[str(id(module))] = (path, type(module))
+            current.current_meta["nn_module_stack"] = stack
+
+        return hook
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        stack = dict(current.current_meta.get("nn_module_stack", {}))
+        stack.pop(str(id(module)), None)
+        current.current_meta["nn_module_stack"] = stack
+
+    handles = []
+    for path, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(enter(path)))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        with current.preserve_node_meta():
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,214 @@
+"""A sharding plan found on the graph: which linears to cut by column and by row, what to cut by data.
+
+Linears that are divided by column and the linears by row that their outputs end in form a group, a connected part of a
+bipartite graph: query, key and value with the projection that follows attention, gate and up with down. A group costs
+one sum over the ranks each way and is taken when nothing on the way needs the whole value and the mesh divides all that
+cannot be cut. Token embeddings and heads before a loss are divided by vocabulary. All else is replicated.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import networkx as nx
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput, PlainAOTOutput
+
+from ..errors import IndivisibleError, InvalidOptionError, ShardingPlanError
+from ..hardware_db.capability import Verdict
+from .graph import is_backward, node_op, output_node, placeholders, root, shape_of, value_of
+from .shard_paths import Linear, Path, linears, parameter_of, path_of
+from .sharding import ShardingPlan, ShardingRule
+from .strategies import divides
+
+DATA_DIMS = ("dp", "data", "fsdp")
+TENSOR_DIMS = ("tp", "tensor", "model")
+ZERO_STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A plan, and a verdict for every group of parameters that could be divided over the tensor-parallel dimension."""
+
+    plan: ShardingPlan
+    verdicts: tuple[Verdict, ...]
+
+
+def propose(
+    gm: fx.GraphModule,
+    mesh: Mapping[str, int],
+    names: Mapping[str, str],
+    *,
+    zero: int = 0,
+    sequence: bool = False,
+) -> Candidate:
+    """A plan for a joint graph with descriptors, a mesh (ranks by dimension name) and names of its plain inputs.
+
+    A mesh dimension called dp, data or fsdp divides the batch, one called tp, tensor or model the model. `zero` is the
+    ZeRO stage of the data-parallel dimension, `sequence` divides sequences between tensor-parallel regions.
+
+    Raises ShardingPlanError for other mesh dimensions, IndivisibleError for a batch that cannot be divided and for a
+    model of which nothing can be divided over the tensor-parallel ranks, InvalidOptionError for an unknown stage.
+    """
+    if zero not in ZERO_STAGES:
+        raise InvalidOptionError("zero", zero, "0, 1, 2 or 3")
+    data = [d for d in mesh if d in DATA_DIMS]
+    tensor = [d for d in mesh if d in TENSOR_DIMS]
+    others = [d for d in mesh if d not in (*DATA_DIMS, *TENSOR_DIMS)]
+    if others or len(data) > 1 or len(tensor) > 1:
+        raise ShardingPlanError(
+            f"no plan can be found for mesh dimensions {', '.join(mesh)}: name at most one {' or '.join(DATA_DIMS)} "
+            f"and one {' or '.join(TENSOR_DIMS)}, or give a ShardingPlan."
+        )
+    placed: dict[str, dict[str, str]] = {}
+    verdicts: list[Verdict] = []
+    for dim in tensor:
+        verdicts += _divide_model(gm, dim, mesh[dim], placed)
+        if not placed and mesh[dim] > 1:
+            raise IndivisibleError([v.reason for v in verdicts] or [f"mesh dimension {dim!r}: no linear to divide"])
+    gradients = {dim: _zero(gm, dim, mesh[dim], zero, placed) for dim in data}
+    inputs, outputs = _divide_batch(gm, names, {d: mesh[d] for d in data})
+    rules = [
+        ShardingRule(pattern=_exactly(n), placements=p, gradients={d: g[n] for d, g in gradients.items() if n in g})
+        for n, p in _by_name(gm, placed, gradients).items()
+    ]
+    plan = ShardingPlan(
+        mesh=dict(mesh),
+        parameters=tuple(rules),
+        inputs=inputs,
+        outputs=outputs,
+        gathered=tuple(data),
+        sequence=tuple(tensor) if sequence else (),
+    )
+    return Candidate(plan=plan, verdicts=tuple(verdicts))
+
+
+def _by_name(
+    gm: fx.GraphModule, placed: Mapping[str, dict[str, str]], gradients: Mapping[str, Mapping[str, str]]
+) -> dict[str, dict[str, str]]:
+    names = [n for n in _parameters(gm) if n in placed or any(n in g for g in gradients.values())]
+    return {n: placed.get(n, {}) for n in names}
+
+
+def _exactly(name: str) -> str:
+    """A glob that matches one name only."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+def _parameters(gm: fx.GraphModule) -> dict[str, tuple[int, ...]]:
+    return {n: shape_of(p.meta["val"]) for p in placeholders(gm) if (n := parameter_of(p)) is not None}
+
+
+def _divide_model(gm: fx.GraphModule, dim: str, ranks: int, placed: dict[str, dict[str, str]]) -> list[Verdict]:
+    """Divide groups of linears, embeddings and heads over a mesh dimension, into `placed`."""
+    known = linears(gm)
+    paths = {n: path_of(linear, known) for n, linear in known.items()}
+    verdicts: list[Verdict] = []
+    refused: list[tuple[list[Linear], Verdict]] = []
+    groups: Any = nx.Graph()
+    groups.add_edges_from((("column", n), ("row", end)) for n, p in paths.items() for end in p.ends)
+    groups.add_nodes_from(("column", n) for n, p in paths.items() if p.reduced)
+    taken: set[fx.Node] = set()
+    for group in nx.connected_components(groups):
+        columns = [known[n] for role, n in group if role == "column"]
+        rows = [known[n] for role, n in group if role == "row"]
+        verdict = _judge(columns, rows, [paths[c.node] for c in columns], dim, ranks)
+        if not verdict or taken & {x.node for x in (*columns, *rows)}:
+            refused.append((columns, verdict))
+            continue
+        verdicts.append(verdict)
+        taken |= {x.node for x in (*columns, *rows)}
+        for c in columns:
+            vectors = [*paths[c.node].vectors, *([c.bias] if c.bias else [])]
+            for name, where in ((c.weight, c.outputs), *((v, 0) for v in vectors)):
+                placed.setdefault(name, {})[dim] = f"shard({where})"
+        for r in rows:
+            placed.setdefault(r.weight, {})[dim] = f"shard({1 - r.outputs})"
+    # what goes into the residual stream is no column, but is divided by row in a group of its own
+    verdicts += [v for columns, v in refused if any(c.node not in taken for c in columns)]
+    shapes = _parameters(gm)
+    for table in _token_tables(gm):
+        verdict = divides(f"the rows of {table!r}", shapes[table][0], dim, ranks)
+        verdicts.append(verdict)
+        if verdict:
+            placed.setdefault(table, {}).setdefault(dim, "shard(0)")
+    return verdicts
+
+
+def _judge(columns: Sequence[Linear], rows: Sequence[Linear], paths: Sequence[Path], dim: str, ranks: int) -> Verdict:
+    """Whether linears can be divided by column and row together."""
+    title = ", ".join(sorted(repr(c.weight) for c in columns))
+    if rows:
+        title += " into " + ", ".join(sorted(repr(r.weight) for r in rows))
+    both = {c.node for c in columns} & {r.node for r in rows}
+    seen = {n for p in paths for n in p.seen}
+    strangers = [n.name for p in paths for n in p.beside if n not in seen]
+    blocked = next((p.blocked for p in paths if p.blocked), "")
+    if both:
+        return Verdict(False, f"{title}: one linear would be divided by column and by row")
+    if blocked or strangers:
+        return Verdict(False, f"{title}: {blocked or 'meets ' + strangers[0] + ', which is not divided'}")
+    sizes = [(f"the outputs of {c.weight!r}", c.features) for c in columns]
+    for what, size in [*sizes, *(u for p in paths for u in p.units)]:
+        verdict = divides(what, size, dim, ranks)
+        if not verdict:
+            return Verdict(False, f"{title}: {verdict.reason}")
+    return Verdict(True, f"{title}: divided over mesh dimension {dim!r}")
+
+
+def _token_tables(gm: fx.GraphModule) -> list[str]:
+    """Tables that an input's values are looked up in: a small table of positions is not worth a sum over ranks."""
+    found = []
+    for node in gm.graph.nodes:
+        if node_op(node) == "aten.embedding" and not is_backward(node):
+            name = parameter_of(root(node.args[0]))
+            if name is not None and isinstance(root(node.args[1]).meta.get("desc"), PlainAOTInput):
+                found.append(name)
+    return list(dict.fromkeys(found))
+
+
+def _zero(gm: fx.GraphModule, dim: str, ranks: int, stage: int, placed: dict[str, dict[str, str]]) -> dict[str, str]:
+    """Placements of gradients on a data-parallel dimension; stage 3 places the parameters, too."""
+    gradients: dict[str, str] = {}
+    if stage < 2:
+        return gradients
+    for name, shape in _parameters(gm).items():
+        taken = set(placed.get(name, {}).values())
+        free = [i for i, size in enumerate(shape) if f"shard({i})" not in taken and size % ranks == 0]
+        if not free:
+            continue
+        gradients[name] = f"shard({free[0]})"
+        if stage == 3:
+            placed.setdefault(name, {})[dim] = gradients[name]
+    return gradients
+
+
+def _divide_batch(
+    gm: fx.GraphModule, names: Mapping[str, str], data: Mapping[str, int]
+) -> tuple[tuple[ShardingRule, ...], tuple[ShardingRule, ...]]:
+    """Rules that divide the first dimension of inputs and outputs that have the batch there."""
+    tensors = {
+        names[p.name]: shape_of(p.meta["val"]) for p in placeholders(gm) if p.name in names and value_of(p) is not None
+    }
+    sizes = Counter(shape[0] for shape in tensors.values() if shape)
+    if not sizes or not data:
+        return (), ()
+    batch = sizes.most_common(1)[0][0]
+    refused = [divides("the batch", batch, dim, ranks) for dim, ranks in data.items()]
+    if any(not v for v in refused):
+        raise IndivisibleError([v.reason for v in refused if not v])
+    placements = dict.fromkeys(data, "shard(0)")
+    inputs = tuple(
+        ShardingRule(pattern=_exactly(n), placements=placements) for n, s in tensors.items() if s and s[0] == batch
+    )
+    values = zip(output_node(gm).args[0], output_node(gm).meta["desc"], strict=True)  # type: ignore[arg-type]
+    outputs = tuple(
+        ShardingRule(pattern=str(desc.idx), placements=placements)
+        for value, desc in values
+        if isinstance(desc, PlainAOTOutput) and isinstance(value, fx.Node)
+        if (shape := shape_of(value.meta["val"])) and shape[0] == batch
+    )
+    return inputs, outputs
