@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput, ParamAOTInput, PlainAOTInput
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_map_only
 
 from ..errors import CaptureError
-from ..passes.graph import placeholders
+from ..passes.graph import output_node, placeholders
 from ..passes.loss_decomp import loss_decompositions
 from .capture import failure_text
 from .tracing import explicit_precision
@@ -63,18 +63,36 @@ def capture_joint(
     module = _fake_copy(model, fake)
     inputs = tree_map_only(Tensor, fake, (tuple(args), kwargs))
     try:
-        with contextlib.ExitStack() as stack, explicit_precision(), _module_paths(module):
+        with contextlib.ExitStack() as stack, explicit_precision(), _module_paths(module), _as_compiling():
             exported = aot_export_joint_with_descriptors(
                 stack, module, inputs[0], inputs[1], decompositions=dict(loss_decompositions())
             )
     except Exception as error:
         raise CaptureError(f"{type(model).__name__} cannot be traced for sharding: {failure_text(error)}.") from error
     gm = exported.graph_module
+    _name_ties(gm, model)
     flat = input_names(model, args, kwargs)
     names = {
         n.name: flat[n.meta["desc"].idx] for n in placeholders(gm) if isinstance(n.meta.get("desc"), PlainAOTInput)
     }
     return JointCapture(gm=gm, names=names, in_spec=tree_flatten(inputs)[1], out_spec=exported.out_spec)
+
+
+def _name_ties(gm: fx.GraphModule, model: nn.Module) -> None:
+    """Let a parameter that several modules own have one name, so that it cannot be placed in two ways."""
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first.setdefault(id(parameter), name)
+    name_of = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
+
+    def renamed(desc: Any) -> Any:
+        if isinstance(desc, ParamAOTInput):
+            return ParamAOTInput(name_of.get(desc.target, desc.target))
+        return GradAOTOutput(renamed(desc.grad_of)) if isinstance(desc, GradAOTOutput) else desc
+
+    for node in placeholders(gm):
+        node.meta["desc"] = renamed(node.meta.get("desc"))
+    output_node(gm).meta["desc"] = [renamed(d) for d in output_node(gm).meta["desc"]]
 
 
 def input_names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
@@ -100,6 +118,18 @@ def _fake_copy(model: nn.Module, fake: Any) -> nn.Module:
     for buffer in model.buffers():
         memo[id(buffer)] = fake(buffer)
     return copy.deepcopy(model, memo)
+
+
+@contextlib.contextmanager
+def _as_compiling() -> Iterator[None]:
+    """Let the model see that it is traced (`torch.compiler.is_compiling()`), as torch.export does: libraries then leave
+    out checks of values, which fake tensors do not have."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 @contextlib.contextmanager

@@ -60,23 +60,30 @@ def build_halves(gm: fx.GraphModule, executor: Executor) -> Halves:
     if executor == "inductor":
         gm = _for_inductor(gm)
     compile_half = _inductor if executor == "inductor" else _eager
-    inputs = placeholders(gm)
     descriptors = output_node(gm).meta["desc"]
-    tangents = [n.meta["desc"].output for n in inputs if isinstance(n.meta.get("desc"), TangentAOTInput)]
+    tangents = [n.meta["desc"].output for n in placeholders(gm) if isinstance(n.meta.get("desc"), TangentAOTInput)]
     if not tangents:
         return Halves(forward=compile_half(gm, False), backward=None, results=len(descriptors))
-    results = len(descriptors) - (len(inputs) - len(tangents))
-    _regather(gm)
-    static = [i for i, n in enumerate(inputs) if isinstance(n.meta.get("desc"), ParamAOTInput)]
-    forward, backward = min_cut_rematerialization_partition(
-        gm, (), num_fwd_outputs=results, static_lifetime_input_indices=static
-    )
+    forward, backward, results = partition(gm)
     return Halves(
         forward=compile_half(forward, False),
         backward=compile_half(backward, True),
         results=results,
         tangents=tuple(list(descriptors[:results]).index(t) for t in tangents),
     )
+
+
+def partition(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule, int]:
+    """A sharded joint graph as forward and backward graph, and how many results the forward graph gives."""
+    inputs = placeholders(gm)
+    tangents = [n for n in inputs if isinstance(n.meta.get("desc"), TangentAOTInput)]
+    results = len(output_node(gm).meta["desc"]) - (len(inputs) - len(tangents))
+    _regather(gm)
+    static = [i for i, n in enumerate(inputs) if isinstance(n.meta.get("desc"), ParamAOTInput)]
+    forward, backward = min_cut_rematerialization_partition(
+        gm, (), num_fwd_outputs=results, static_lifetime_input_indices=static
+    )
+    return forward, backward, results
 
 
 def _regather(gm: fx.GraphModule) -> None:

@@ -50,8 +50,8 @@ def propose(
     A mesh dimension called dp, data or fsdp divides the batch, one called tp, tensor or model the model. `zero` is the
     ZeRO stage of the data-parallel dimension, `sequence` divides sequences between tensor-parallel regions.
 
-    Raises ShardingPlanError for other mesh dimensions, IndivisibleError for a batch that cannot be divided and for a
-    model of which nothing can be divided over the tensor-parallel ranks, InvalidOptionError for an unknown stage.
+    Raises ShardingPlanError for other mesh dimensions and for a model of which nothing can be divided over the
+    tensor-parallel ranks, IndivisibleError for a batch that cannot be divided, InvalidOptionError for an unknown stage.
     """
     if zero not in ZERO_STAGES:
         raise InvalidOptionError("zero", zero, "0, 1, 2 or 3")
@@ -68,7 +68,11 @@ def propose(
     for dim in tensor:
         verdicts += _divide_model(gm, dim, mesh[dim], placed)
         if not placed and mesh[dim] > 1:
-            raise IndivisibleError([v.reason for v in verdicts] or [f"mesh dimension {dim!r}: no linear to divide"])
+            reasons = "; ".join(v.reason for v in verdicts) or "it has no linear whose outputs end in another"
+            raise ShardingPlanError(
+                f"nothing of the model can be divided over the {mesh[dim]} ranks of mesh dimension {dim!r}: {reasons}. "
+                "Take a data-parallel dimension, or give a ShardingPlan."
+            )
     gradients = {dim: _zero(gm, dim, mesh[dim], zero, placed) for dim in data}
     inputs, outputs = _divide_batch(gm, names, {d: mesh[d] for d in data})
     rules = [
@@ -110,23 +114,23 @@ def _divide_model(gm: fx.GraphModule, dim: str, ranks: int, placed: dict[str, di
     refused: list[tuple[list[Linear], Verdict]] = []
     groups: Any = nx.Graph()
     groups.add_edges_from((("column", n), ("row", end)) for n, p in paths.items() for end in p.ends)
-    groups.add_nodes_from(("column", n) for n, p in paths.items() if p.reduced)
+    groups.add_nodes_from(("column", n) for n, p in paths.items() if p.reduced or p.blocked)
     taken: set[fx.Node] = set()
     for group in nx.connected_components(groups):
         columns = [known[n] for role, n in group if role == "column"]
         rows = [known[n] for role, n in group if role == "row"]
+        wanted = _placements(columns, rows, [paths[c.node] for c in columns])
         verdict = _judge(columns, rows, [paths[c.node] for c in columns], dim, ranks)
+        clash = _clash(wanted, {n: p[dim] for n, p in placed.items() if dim in p})
+        if verdict and clash is not None:
+            verdict = clash
         if not verdict or taken & {x.node for x in (*columns, *rows)}:
             refused.append((columns, verdict))
             continue
         verdicts.append(verdict)
         taken |= {x.node for x in (*columns, *rows)}
-        for c in columns:
-            vectors = [*paths[c.node].vectors, *([c.bias] if c.bias else [])]
-            for name, where in ((c.weight, c.outputs), *((v, 0) for v in vectors)):
-                placed.setdefault(name, {})[dim] = f"shard({where})"
-        for r in rows:
-            placed.setdefault(r.weight, {})[dim] = f"shard({1 - r.outputs})"
+        for name, place in wanted:
+            placed.setdefault(name, {})[dim] = place
     # what goes into the residual stream is no column, but is divided by row in a group of its own
     verdicts += [v for columns, v in refused if any(c.node not in taken for c in columns)]
     shapes = _parameters(gm)
@@ -138,17 +142,32 @@ def _divide_model(gm: fx.GraphModule, dim: str, ranks: int, placed: dict[str, di
     return verdicts
 
 
+def _placements(columns: Sequence[Linear], rows: Sequence[Linear], paths: Sequence[Path]) -> list[tuple[str, str]]:
+    """(parameter, placement) for every parameter that a group divides."""
+    found = []
+    for c, path in zip(columns, paths, strict=True):
+        found.append((c.weight, f"shard({c.outputs})"))
+        found += [(name, "shard(0)") for name in (*path.vectors, *([c.bias] if c.bias else []))]
+    return found + [(r.weight, f"shard({1 - r.outputs})") for r in rows]
+
+
+def _clash(wanted: Sequence[tuple[str, str]], placed: Mapping[str, str]) -> Verdict | None:
+    """A refusal where a parameter would have to lie in two ways, None if none has to."""
+    chosen = dict(placed)
+    for name, place in wanted:
+        if chosen.setdefault(name, place) != place:
+            return Verdict(False, f"{name!r} is used in several places and would have to be divided in two ways")
+    return None
+
+
 def _judge(columns: Sequence[Linear], rows: Sequence[Linear], paths: Sequence[Path], dim: str, ranks: int) -> Verdict:
     """Whether linears can be divided by column and row together."""
-    title = ", ".join(sorted(repr(c.weight) for c in columns))
+    title = ", ".join(sorted({repr(c.weight) for c in columns}))
     if rows:
-        title += " into " + ", ".join(sorted(repr(r.weight) for r in rows))
-    both = {c.node for c in columns} & {r.node for r in rows}
+        title += " into " + ", ".join(sorted({repr(r.weight) for r in rows}))
     seen = {n for p in paths for n in p.seen}
     strangers = [n.name for p in paths for n in p.beside if n not in seen]
     blocked = next((p.blocked for p in paths if p.blocked), "")
-    if both:
-        return Verdict(False, f"{title}: one linear would be divided by column and by row")
     if blocked or strangers:
         return Verdict(False, f"{title}: {blocked or 'meets ' + strangers[0] + ', which is not divided'}")
     sizes = [(f"the outputs of {c.weight!r}", c.features) for c in columns]

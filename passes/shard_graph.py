@@ -59,6 +59,9 @@ _RANDOM = frozenset(
 )  # fmt: skip
 
 
+_FAILURES = (AssertionError, NotImplementedError, RuntimeError, ValueError)  # what DTensor raises without a rule
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedGraph:
     """The local graph of one rank, and how its inputs and outputs lie on the mesh.
@@ -103,6 +106,7 @@ def shard_graph(joint: fx.GraphModule, mesh: DeviceMesh, plan: ShardingPlan, nam
                 node.meta["nn_module_stack"] = node.meta["fwd_nn_module_stack"]
         sharder = _Sharder(joint, mesh, plan, layout)
         gm = make_fx(lambda *args: sharder.run(*args, enable_io_processing=False), tracing_mode="real")(*local)
+    _number(joint, gm)
     take_over(joint, gm)
     complete_halves(gm)
     return ShardedGraph(gm=gm, inputs=tuple(layout), outputs=tuple(end for _, end in sharder.ends))
@@ -142,6 +146,7 @@ class _Sharder(fx.Interpreter):
         self, joint: fx.GraphModule, mesh: DeviceMesh, plan: ShardingPlan, layout: Sequence[Placements]
     ) -> None:
         super().__init__(joint)
+        self.extra_traceback = False  # our errors say themselves where they come from
         self.mesh, self.plan = mesh, plan
         self.layout = dict(zip(placeholders(joint), layout, strict=True))
         self.ends = self._ends(output_node(joint))
@@ -211,7 +216,16 @@ class _Sharder(fx.Interpreter):
                 desc = None if table is None else table.meta.get("desc")
                 placements = self.plan.computed(desc.target) if isinstance(desc, ParamAOTInput) else whole
                 return embed_backward(self.mesh, placements, *args)
-        result = super().run_node(n)
+            if n.target is aten.convolution_backward.default and self.mesh.ndim > 1:
+                # DTensor's rule fails on a mesh of several dimensions where a gradient is left out
+                args = (*args[:-1], [True, True, args[7] is not None])
+            try:
+                result = getattr(self, n.op)(n.target, args, kwargs)
+            except _FAILURES as error:
+                text = str(error).strip().split("\n")[0]
+                raise UnshardableError(
+                    f"{n.name} ({node_op(n)}) in {_owner(n)} has no sharded form here: {text}"
+                ) from error
         return tree_map_only(Tensor, self._everywhere, result)
 
     def _everywhere(self, x: Tensor) -> Tensor:
@@ -315,7 +329,14 @@ class _Sharder(fx.Interpreter):
 
 
 def _move(value: DTensor, placements: Placements) -> DTensor:
-    return value if value.placements == placements else value.redistribute(placements=placements)
+    if value.placements == placements:
+        return value
+    summed = list(value.placements)
+    for i in reversed(range(len(summed))):  # one sum after the other, so that DTensor has no choice of order
+        if summed[i].is_partial() and summed[i] != placements[i]:
+            summed[i] = placements[i]
+            value = value.redistribute(placements=summed)
+    return value.redistribute(placements=placements)
 
 
 def _owner(n: fx.Node) -> str:
@@ -336,6 +357,18 @@ def _size_from(before: Sequence[int], dim: int, after: Sequence[int]) -> int | N
     return None
 
 
+def _number(joint: fx.GraphModule, gm: fx.GraphModule) -> None:
+    """Give every node the sequence number of the node it comes from, by which backward nodes find their forward ones;
+    tracing has numbered them anew."""
+    numbers = {n.name: n.meta["seq_nr"] for n in joint.graph.nodes if "seq_nr" in n.meta}
+    for node in gm.graph.nodes:
+        sources = node.meta.get("from_node")
+        number = numbers.get(sources[-1].name) if sources else None
+        node.meta.pop("seq_nr", None)
+        if number is not None:
+            node.meta["seq_nr"] = number
+
+
 def take_over(joint: fx.GraphModule, gm: fx.GraphModule) -> None:
     """Give the new graph the names and descriptors of the joint graph's placeholders and outputs."""
     for old, new in zip(placeholders(joint), placeholders(gm), strict=True):
@@ -343,5 +376,9 @@ def take_over(joint: fx.GraphModule, gm: fx.GraphModule) -> None:
         new.name = str(old.target)
         new.meta = {**old.meta, "val": new.meta.get("val")}
     output_node(gm).meta["desc"] = output_node(joint).meta["desc"]
+    for node in gm.graph.nodes:
+        if node.target is aten.convolution_backward.default:
+            read = {user.args[1] for user in node.users}
+            node.args = (*node.args[:-1], [i in read for i in range(3)])
     gm.graph.eliminate_dead_code()
     gm.recompile()
