@@ -23,14 +23,16 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_wit
 
 from ..errors import CaptureError
 from ..passes.graph import output_node, placeholders
+from ..passes.keys import ModuleNames
 from ..passes.loss_decomp import loss_decompositions
-from .capture import failure_text
+from .capture import failure_text, key_graph
 from .tracing import explicit_precision
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JointCapture:
-    """A joint graph (inference graph where nothing needs a gradient) with the loss decomposed.
+    """A joint graph (inference graph where nothing needs a gradient) with the loss decomposed, keyed as plans
+    know its nodes.
 
     `names` maps placeholders of plain inputs to the argument they come from; `in_spec` flattens ((args), {kwargs}) in
     the order of `PlainAOTInput.idx`, `out_spec` rebuilds what the module returns.
@@ -71,6 +73,8 @@ def capture_joint(
         raise CaptureError(f"{type(model).__name__} cannot be traced for sharding: {failure_text(error)}.") from error
     gm = exported.graph_module
     _name_ties(gm, model)
+    parameters = [n for n in placeholders(gm) if isinstance(n.meta["desc"], ParamAOTInput)]
+    key_graph(gm, ModuleNames(), frozenset(parameters))
     flat = input_names(model, args, kwargs)
     names = {
         n.name: flat[n.meta["desc"].idx] for n in placeholders(gm) if isinstance(n.meta.get("desc"), PlainAOTInput)

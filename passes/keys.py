@@ -102,6 +102,12 @@ def key_of(node: fx.Node) -> NodeKey | None:
     return node.meta.get(_META)
 
 
+def hand_on_key(source: fx.Node, node: fx.Node) -> None:
+    """Give a node the key of the node that it was made from, if that has one."""
+    if _META in source.meta:
+        node.meta[_META] = source.meta[_META]
+
+
 def assign_keys(gm: fx.GraphModule, names: ModuleNames, is_parameter: Callable[[fx.Node], bool]) -> KeyReport:
     """Give every float-valued call a key in `node.meta`; unique within the graph.
 

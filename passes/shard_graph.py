@@ -43,6 +43,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import IndivisibleError, UnshardableError
 from .graph import VIEW_OPS, complete_halves, is_getitem, node_op, output_node, placeholders, value_of
+from .keys import hand_on_key
 from .shard_embedding import embed, embed_backward
 from .sharding import Placements, ShardingPlan
 from .strategies import divides, register_cpu_attention, shards_evenly
@@ -106,7 +107,7 @@ def shard_graph(joint: fx.GraphModule, mesh: DeviceMesh, plan: ShardingPlan, nam
                 node.meta["nn_module_stack"] = node.meta["fwd_nn_module_stack"]
         sharder = _Sharder(joint, mesh, plan, layout)
         gm = make_fx(lambda *args: sharder.run(*args, enable_io_processing=False), tracing_mode="real")(*local)
-    _number(joint, gm)
+    _hand_on_identity(joint, gm)
     take_over(joint, gm)
     complete_halves(gm)
     return ShardedGraph(gm=gm, inputs=tuple(layout), outputs=tuple(end for _, end in sharder.ends))
@@ -357,16 +358,23 @@ def _size_from(before: Sequence[int], dim: int, after: Sequence[int]) -> int | N
     return None
 
 
-def _number(joint: fx.GraphModule, gm: fx.GraphModule) -> None:
-    """Give every node the sequence number of the node it comes from, by which backward nodes find their forward ones;
-    tracing has numbered them anew."""
-    numbers = {n.name: n.meta["seq_nr"] for n in joint.graph.nodes if "seq_nr" in n.meta}
+def _hand_on_identity(joint: fx.GraphModule, gm: fx.GraphModule) -> None:
+    """Give every node the sequence number of the node it comes from (tracing has numbered them anew), and to the one
+    that does its work its key, so that decisions made for the whole model find their nodes."""
+    joint_nodes = {n.name: n for n in joint.graph.nodes}
+    workers: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
-        sources = node.meta.get("from_node")
-        number = numbers.get(sources[-1].name) if sources else None
         node.meta.pop("seq_nr", None)
-        if number is not None:
-            node.meta["seq_nr"] = number
+        sources = node.meta.get("from_node")
+        source = joint_nodes.get(sources[-1].name) if sources else None
+        if source is None:
+            continue
+        if "seq_nr" in source.meta:
+            node.meta["seq_nr"] = source.meta["seq_nr"]
+        if node.target is source.target:
+            workers[source] = node
+    for source, node in workers.items():
+        hand_on_key(source, node)
 
 
 def take_over(joint: fx.GraphModule, gm: fx.GraphModule) -> None:

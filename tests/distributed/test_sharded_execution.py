@@ -8,14 +8,15 @@ import pytest
 import torch
 from llama import Llama
 
+from dsmp.compiler.capture import capture
 from dsmp.compiler.joint_capture import capture_joint
 from dsmp.compiler.sharded_execution import build_halves, partition
 from dsmp.errors import InvalidOptionError
+from dsmp.passes.gemm import gemm_op
 from dsmp.passes.graph import node_op, placeholders
-from dsmp.passes.keys import ModuleNames, assign_keys, key_of
+from dsmp.passes.keys import key_of
 from dsmp.passes.parallel_candidates import propose
 from dsmp.passes.shard_graph import shard_graph
-from dsmp.passes.shard_paths import parameter_of
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +50,23 @@ def test_sequences_in_parts_are_gathered_again_in_the_backward_pass(captured, fa
 
 
 def test_products_keep_their_keys(captured, fake_mesh):
-    graphs = captured.gm, sharded(captured, fake_mesh(dp=2, tp=2), sequence=True, zero=3)
-    keys = []
-    for gm in graphs:
-        report = assign_keys(gm, ModuleNames(), lambda n: parameter_of(n) is not None)
-        assert not report.unmatched
-        keys.append({str(key_of(n)) for n in gm.graph.nodes if node_op(n) == "aten.mm"})
-    assert keys[0] == keys[1]
+    gm = sharded(captured, fake_mesh(dp=2, tp=2), sequence=True, zero=3)
+    keys = [
+        [str(key_of(n)) for n in graph.graph.nodes if n.op == "call_function" and gemm_op(n) is not None]
+        for graph in (captured.gm, gm)
+    ]
+    assert keys[0] == keys[1] and len(keys[0]) == 3 * 8 + 2
     assert "layers.0.attention.q_proj|wgrad|linear|0" in keys[0]
+    texts = [str(k) for n in gm.graph.nodes if (k := key_of(n)) is not None]
+    assert len(texts) == len(set(texts))
+
+
+def test_keys_are_those_of_torch_compile(captured):
+    ids = torch.zeros(8, 16, dtype=torch.int64)
+    (compiled,) = capture(Llama(layers=1, hidden=96), (ids, ids)).graphs
+    wanted = {k for k in compiled.key_texts() if "|linear|" in k or "|sdpa|" in k}
+    found = {str(k) for n in captured.gm.graph.nodes if (k := key_of(n)) is not None}
+    assert wanted <= found
 
 
 def test_unknown_executors_are_refused(captured, fake_mesh):
