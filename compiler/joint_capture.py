@@ -51,7 +51,7 @@ def capture_joint(
 
     Raises CaptureError when the model cannot be run or traced so.
     """
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # tensors that are neither parameters nor buffers
 
     def fake(x: Tensor) -> Tensor:
         plain = (

@@ -69,7 +69,8 @@ class ShardedModule(nn.Module):
         results = Sharded.apply(self._halves, self._gradients, *self._held(), *self._local_inputs(args, kwargs))
         for position, name in mutated(self._results).items():
             buffer: Any = self.get_buffer(name)
-            buffer.to_local().copy_(results[position].detach())
+            with torch.no_grad():
+                buffer.to_local().copy_(results[position])
         leaves = [
             self._result(value, self.graph.outputs[i], self._wholes[i])
             for i, value in enumerate(results)
