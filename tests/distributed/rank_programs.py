@@ -16,7 +16,6 @@ from dsmp.errors import InputSpecError, RanksDisagreeError
 from dsmp.passes.sharding import ShardingPlan, ShardingRule
 
 BATCH, LENGTH, VOCABULARY = 4, 16, 64
-LAYERS = 1
 
 
 def tokens() -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,9 +27,12 @@ def tokens() -> tuple[torch.Tensor, torch.Tensor]:
     return ids, targets
 
 
-def model(layers: int = LAYERS) -> Llama:
+def model(tied: bool = False) -> Llama:
     torch.manual_seed(0)
-    return Llama(layers=layers, vocabulary=VOCABULARY, length=LENGTH)
+    found = Llama(layers=1, vocabulary=VOCABULARY, length=LENGTH)
+    if tied:
+        found.head.weight = found.embed.weight
+    return found
 
 
 def step(module: nn.Module, *args: Any) -> dict[str, Any]:
@@ -45,11 +47,12 @@ def step(module: nn.Module, *args: Any) -> dict[str, Any]:
 
 
 def train(cases: dict[str, tuple[dict[str, int], dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """One step of the model, sharded by "auto", for every case: name -> (mesh, options of parallelize)."""
+    """One step of the model (of the tied one in cases called so), sharded by "auto", for every case: name -> (mesh,
+    options of parallelize)."""
     found = {}
     for name, (sizes, options) in cases.items():
         mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        sharded = parallelize(model(LAYERS), mesh, inputs=tokens(), **options)
+        sharded = parallelize(model(tied=name == "tied"), mesh, inputs=tokens(), **options)
         args, _ = sharded.shard_inputs(*tokens())
         found[name] = step(sharded, *args)
     return found
@@ -72,7 +75,7 @@ def disagree() -> list[str]:
     )
     found = []
     for attempt in (
-        lambda: parallelize(model(1), mesh, inputs=tokens(), rules=[rule]),
+        lambda: parallelize(model(), mesh, inputs=tokens(), rules=[rule]),
         lambda: parallelize(other, mesh, rows, inputs=(torch.zeros(4, 8),)),
     ):
         try:
@@ -86,7 +89,7 @@ def uses() -> dict[str, Any]:
     """What a user does with a sharded module: names, state, optimizer steps, wrong inputs, results that are divided."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     found: dict[str, Any] = {}
-    whole = model(1)
+    whole = model()
     sharded = parallelize(whole, mesh, inputs=tokens(), zero=3)
     found["names"] = list(sharded.state_dict()) == list(whole.state_dict())
     found["local"] = tuple(sharded.head.weight.to_local().shape)
@@ -96,6 +99,7 @@ def uses() -> dict[str, Any]:
         sharded(*tokens())
     except InputSpecError as error:
         found["refused"] = str(error)
+    found["step"] = step(sharded, *args)
     for module, inputs in ((sharded, args), (whole, tokens())):
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
         losses = []

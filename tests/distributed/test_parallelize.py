@@ -8,17 +8,26 @@ import pytest
 import rank_programs
 
 CASES = {
-    "tensor": ({"tp": 2}, {}),
+    "tied": ({"tp": 2}, {}),
     "sequence": ({"tp": 2}, {"sequence": True}),
+}
+SLOW_CASES = {
+    "tensor": ({"tp": 2}, {}),
+    "zero 1": ({"dp": 2}, {"zero": 1}),
+    "zero 2": ({"dp": 2}, {"zero": 2}),
     "zero 3": ({"dp": 2}, {"zero": 3}),
 }
-SLOW_CASES = {"zero 1": ({"dp": 2}, {"zero": 1}), "zero 2": ({"dp": 2}, {"zero": 2})}
 TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
 def whole():
     return rank_programs.step(rank_programs.model(), *rank_programs.tokens())
+
+
+@pytest.fixture(scope="module")
+def tied():
+    return rank_programs.step(rank_programs.model(tied=True), *rank_programs.tokens())
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +44,8 @@ def check(ranks, case, whole):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_and_gradients_are_those_of_one_process(case, two_ranks, whole):
-    check([found["train"] for found in two_ranks], case, whole)
+def test_losses_and_gradients_are_those_of_one_process(case, two_ranks, whole, tied):
+    check([found["train"] for found in two_ranks], case, tied if case == "tied" else whole)
 
 
 def test_different_plans_and_different_models_refuse_to_start_on_every_rank(two_ranks):
@@ -45,8 +54,9 @@ def test_different_plans_and_different_models_refuse_to_start_on_every_rank(two_
         assert "different collectives" in models
 
 
-def test_a_sharded_module_is_used_as_a_module(two_ranks):
+def test_a_sharded_module_is_used_as_a_module(two_ranks, whole):
     for found in (ranks["uses"] for ranks in two_ranks):
+        check([{"zero 3": found["step"]}], "zero 3", whole)
         assert found["names"] and found["state"]
         assert found["local"] == (32, 32)
         assert "ids" in found["refused"] and "(2, 16)" in found["refused"] and "(4, 16)" in found["refused"]
@@ -56,7 +66,7 @@ def test_a_sharded_module_is_used_as_a_module(two_ranks):
 
 
 @pytest.mark.slow
-def test_gradients_that_are_divided_where_parameters_are_not(whole):
+def test_every_stage_alone(whole):
     ranks = launch.run_ranks(rank_programs.train, 2, SLOW_CASES)
     for case in SLOW_CASES:
         check(ranks, case, whole)
@@ -72,6 +82,6 @@ def test_data_and_tensor_parallel_together(options, whole):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["tensor", "zero 3"])
 def test_inductor_runs_both_halves(case, whole):
-    sizes, options = CASES[case]
+    sizes, options = SLOW_CASES[case]
     ranks = launch.run_ranks(rank_programs.train, 2, {case: (sizes, {**options, "executor": "inductor"})})
     check(ranks, case, whole)
