@@ -122,13 +122,11 @@ def _through(user: fx.Node, node: fx.Node, dim: int, known: Mapping[fx.Node, Lin
     if name in ("aten.transpose", "aten.permute", "aten.t"):
         return _turned(user, dim, len(shape))
     if name in _CUTS:
-        cut = user.args[1] if name != "aten.split" and name != "aten.split_with_sizes" else _argument(user, 2, 0)
-        cut = _argument(user, 1, 0) if name in ("aten.cat", "aten.slice", "aten.select", "aten._softmax") else cut
-        rank = len(shape)
-        if int(cut) % rank == dim:  # type: ignore[arg-type]
+        cut = _argument(user, 2 if name.startswith("aten.split") else 1, 0) % len(shape)
+        if cut == dim:
             path.blocked = f"{user.name} ({name}) works along the divided dimension"
             return None
-        return dim - (name == "aten.select" and int(cut) % rank < dim)  # type: ignore[arg-type]
+        return dim - (name == "aten.select" and cut < dim)
     op = gemm_op(user)
     if op is not None and op.kind == "sdpa":
         if dim > 1:
