@@ -20,6 +20,14 @@ def two_ranks() -> Iterator[Ranks]:
     group.close()
 
 
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Ranks]:
+    """Four of them."""
+    group = Ranks(4)
+    yield group
+    group.close()
+
+
 @pytest.fixture(scope="module")
 def fake_mesh() -> Iterator[Callable[..., DeviceMesh]]:
     """`fake_mesh(dp=256, tp=8)`: a mesh of that many ranks, as rank 5 (or the last) of it sees it; one at a time."""

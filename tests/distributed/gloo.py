@@ -30,7 +30,7 @@ class Ranks:
     initialised, and returns what each returned, in the order of ranks. Arguments and results are pickled.
     """
 
-    def __init__(self, ranks: int, *, seconds: float = 120) -> None:
+    def __init__(self, ranks: int, *, seconds: float = 400) -> None:
         self.ranks, self.seconds = ranks, seconds
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []

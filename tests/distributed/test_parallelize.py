@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import launch
 import numpy as np
 import pytest
 import rank_programs
@@ -31,8 +30,8 @@ def tied():
 
 
 @pytest.fixture(scope="module")
-def two_ranks():
-    return launch.run_ranks(rank_programs.everything, 2, CASES)
+def found(two_ranks):
+    return two_ranks.run(rank_programs.everything, CASES)
 
 
 def check(ranks, case, whole):
@@ -44,44 +43,44 @@ def check(ranks, case, whole):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_and_gradients_are_those_of_one_process(case, two_ranks, whole, tied):
-    check([found["train"] for found in two_ranks], case, tied if case == "tied" else whole)
+def test_losses_and_gradients_are_those_of_one_process(case, found, whole, tied):
+    check([rank["train"] for rank in found], case, tied if case == "tied" else whole)
 
 
-def test_different_plans_and_different_models_refuse_to_start_on_every_rank(two_ranks):
-    for plans, models in (found["disagree"] for found in two_ranks):
+def test_different_plans_and_different_models_refuse_to_start_on_every_rank(found):
+    for plans, models in (rank["disagree"] for rank in found):
         assert "different sharding plans" in plans and "ranks [0]" in plans and "ranks [1]" in plans
         assert "different collectives" in models
 
 
-def test_a_sharded_module_is_used_as_a_module(two_ranks, whole):
-    for found in (ranks["uses"] for ranks in two_ranks):
-        check([{"zero 3": found["step"]}], "zero 3", whole)
-        assert found["names"] and found["state"]
-        assert found["local"] == (32, 32)
-        assert "ids" in found["refused"] and "(2, 16)" in found["refused"] and "(4, 16)" in found["refused"]
-        np.testing.assert_allclose(found["sharded"], found["whole"], rtol=1e-5)
-        assert found["whole"][-1] < found["whole"][0]
-        assert found["result"] < 1e-5 and found["buffer"] < 1e-6
+def test_a_sharded_module_is_used_as_a_module(found, whole):
+    for used in (rank["uses"] for rank in found):
+        check([{"zero 3": used["step"]}], "zero 3", whole)
+        assert used["names"] and used["state"]
+        assert used["local"] == (32, 32)
+        assert "ids" in used["refused"] and "(2, 16)" in used["refused"] and "(4, 16)" in used["refused"]
+        np.testing.assert_allclose(used["sharded"], used["whole"], rtol=1e-5)
+        assert used["whole"][-1] < used["whole"][0]
+        assert used["result"] < 1e-5 and used["buffer"] < 1e-6
 
 
 @pytest.mark.slow
-def test_every_stage_alone(whole):
-    ranks = launch.run_ranks(rank_programs.train, 2, SLOW_CASES)
+def test_every_stage_alone(two_ranks, whole):
+    ranks = two_ranks.run(rank_programs.train, SLOW_CASES)
     for case in SLOW_CASES:
         check(ranks, case, whole)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"sequence": True}, {"zero": 3}], ids=["plain", "sequence", "zero 3"])
-def test_data_and_tensor_parallel_together(options, whole):
-    ranks = launch.run_ranks(rank_programs.train, 4, {"both": ({"dp": 2, "tp": 2}, options)})
+def test_data_and_tensor_parallel_together(options, four_ranks, whole):
+    ranks = four_ranks.run(rank_programs.train, {"both": ({"dp": 2, "tp": 2}, options)})
     check(ranks, "both", whole)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["tensor", "zero 3"])
-def test_inductor_runs_both_halves(case, whole):
+def test_inductor_runs_both_halves(case, two_ranks, whole):
     sizes, options = SLOW_CASES[case]
-    ranks = launch.run_ranks(rank_programs.train, 2, {case: (sizes, {**options, "executor": "inductor"})})
+    ranks = two_ranks.run(rank_programs.train, {case: (sizes, {**options, "executor": "inductor"})})
     check(ranks, case, whole)
