@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import ShardingPlanError
+from ..codegen.collective_nodes import Collective, find_collectives
+from ..codegen.collectives import rewrite_collectives
+from ..errors import InvalidOptionError, ShardingPlanError
 from ..passes.graph import placeholders
 from ..passes.parallel_candidates import propose
 from ..passes.shard_graph import shard_graph
 from ..passes.sharding import ShardingPlan, ShardingRule
+from ..passes.wire_formats import FP32, WireFormat, parse_wire
 from .joint_capture import JointCapture, capture_joint
 from .plan_agreement import agree, collectives_digest
 from .sharded_execution import Executor, build_halves
 from .sharded_module import ShardedModule
 
 log = logging.getLogger("dsmp")
+
+LEAST_VALUES = 1024
+"""Collectives of fewer values take a message's latency, whatever their format."""
 
 
 def parallelize(
@@ -31,8 +37,8 @@ def parallelize(
     rules: Sequence[ShardingRule] = (),
     zero: int = 0,
     sequence: bool = False,
+    wire: str | Mapping[str, str] = "fp32",
     executor: Executor = "eager",
-    graph_pass: Callable[[fx.GraphModule], None] | None = None,
 ) -> ShardedModule:
     """Cut a model into this rank's part of a mesh; every rank calls it with the same arguments.
 
@@ -46,22 +52,45 @@ def parallelize(
         rules: for parameters; they win over the plan's own.
         zero: with "auto", the ZeRO stage of the data-parallel dimension: 2 divides gradients, 3 parameters, too.
         sequence: with "auto", divide sequences over the tensor-parallel dimension where the model is not.
+        wire: how collectives send: "fp32" (as they are), "bf16", "int8", "int4", "int8:64" ..., for all of them or per
+            mesh dimension, as in {"dp": "int8"}. Losses, statistics (one value per row) and what has fewer than
+            LEAST_VALUES values stay as they are. `sent` of the result says what each collective sends.
         executor: "eager" runs the graphs op by op, "inductor" compiles them.
-        graph_pass: changes the sharded joint graph in place before it is partitioned.
 
     Raises ShardingPlanError for a plan that does not fit the model or the mesh, IndivisibleError for sizes that the
     mesh does not divide, UnshardableError for operators without a sharded form, CaptureError for a model that cannot be
-    traced, RanksDisagreeError where ranks hold different plans or models.
+    traced, RanksDisagreeError where ranks hold different plans or models, UnknownWireFormatError and
+    InvalidWireFormatError for a wire format, InvalidOptionError for one of a dimension that the mesh lacks.
     """
+    wires = _wires(mesh, wire)
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     capture = capture_joint(model, args, kwargs, device=mesh.device_type)
     plan = plan_for(mesh, plan, capture, rules, zero=zero, sequence=sequence)
     agree(mesh, plan.digest(), "sharding plans")
     graph = shard_graph(capture.gm, mesh, plan, capture.names)
-    if graph_pass is not None:
-        graph_pass(graph.gm)
+    sent = rewrite_collectives(graph.gm, _chosen(find_collectives(graph.gm), wires))
     agree(mesh, collectives_digest(graph, mesh), "collectives in the graph")
-    return ShardedModule(model, mesh, plan, capture, graph, build_halves(graph.gm, executor))
+    return ShardedModule(model, mesh, plan, capture, graph, build_halves(graph.gm, executor), sent)
+
+
+def _chosen(collectives: Sequence[Collective], wires: Mapping[str, WireFormat]) -> dict[fx.Node, WireFormat]:
+    """The formats of collectives that are large enough to matter, from formats by group."""
+    return {
+        c.start: wires[c.group]
+        for c in collectives
+        if c.group in wires and c.value.numel() >= LEAST_VALUES and c.value.shape[-1] > 1
+    }
+
+
+def _wires(mesh: DeviceMesh, wire: str | Mapping[str, str]) -> dict[str, WireFormat]:
+    """The format of the collectives of each process group that are not to stay as they are, by the group's name."""
+    names = mesh.mesh_dim_names or ()
+    by_dim = dict.fromkeys(names, wire) if isinstance(wire, str) else dict(wire)
+    unknown = [dim for dim in by_dim if dim not in names]
+    if unknown:
+        raise InvalidOptionError("wire", wire, f"a format, or formats by mesh dimension ({', '.join(names)})")
+    found = {dim: parse_wire(text) for dim, text in by_dim.items()}
+    return {mesh.get_group(dim).group_name: format for dim, format in found.items() if format != FP32}
 
 
 def plan_for(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..codegen.sending import Sent
 from ..errors import InputSpecError
 from ..passes.graph import output_node, placeholders
 from ..passes.shard_graph import ShardedGraph
@@ -25,7 +27,7 @@ class ShardedModule(nn.Module):
 
     A result that is whole on every rank is a plain tensor, one that stays divided a DTensor. The gradient of a
     parameter is a DTensor with the placements that the plan has for gradients; a loss is that of all ranks together,
-    so no further averaging of gradients is needed.
+    so no further averaging of gradients is needed. `sent` are the collectives for which a wire format was asked.
     """
 
     def __init__(
@@ -36,15 +38,18 @@ class ShardedModule(nn.Module):
         capture: JointCapture,
         graph: ShardedGraph,
         halves: Halves,
+        sent: Sequence[Sent] = (),
     ) -> None:
         super().__init__()
+        self.sent = tuple(sent)
         self.mesh, self.sharding_plan, self.graph = mesh, plan, graph
         self._capture, self._halves = capture, halves
         seen: dict[int, Any] = {}
         for kind in ("parameter", "buffer"):
             for name, value in getattr(model, f"named_{kind}s")(remove_duplicate=False):
                 if id(value) not in seen:
-                    shards = shards_of(value, mesh, plan.stored(name))
+                    # of a copy: what is whole on a rank would share its memory with the model's
+                    shards = shards_of(value.detach().clone(), mesh, plan.stored(name))
                     seen[id(value)] = nn.Parameter(shards, value.requires_grad) if kind == "parameter" else shards
                 _register(self, model, name, seen[id(value)], kind)
         self.train(model.training)

@@ -63,6 +63,18 @@ def everything(cases: dict[str, tuple[dict[str, int], dict[str, Any]]]) -> dict[
     return {"train": train(cases), "disagree": disagree(), "uses": uses()}
 
 
+def wires(cases: dict[str, tuple[dict[str, int], dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """`train`, and what the collectives of each case send: (bytes as written, bytes)."""
+    found = {}
+    for name, (sizes, options) in cases.items():
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        sharded = parallelize(model(), mesh, inputs=tokens(), **options)
+        args, _ = sharded.shard_inputs(*tokens())
+        sent = (sum(s.bytes_as_written for s in sharded.sent), sum(s.bytes for s in sharded.sent))
+        found[name] = {"step": step(sharded, *args), "sent": sent, "reasons": [s.reason for s in sharded.sent]}
+    return found
+
+
 def disagree() -> list[str]:
     """What happens where the ranks of a mesh hold different plans, then different models."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))

@@ -64,6 +64,25 @@ def test_a_sharded_module_is_used_as_a_module(found, whole):
         assert used["result"] < 1e-5 and used["buffer"] < 1e-6
 
 
+WIRES = {
+    # case: (mesh, options), the share of fp32's bytes, the relative error of gradients
+    "tp bf16": ({"tp": 2}, {"wire": "bf16"}, 0.51, 1e-2),
+    "tp int8": ({"tp": 2}, {"wire": {"tp": "int8"}}, 0.27, 5e-2),
+    "zero 3 int8": ({"dp": 2}, {"zero": 3, "wire": "int8"}, 0.27, 6e-2),
+    "zero 2 int4": ({"dp": 2}, {"zero": 2, "wire": {"dp": "int4"}}, 0.14, 0.3),
+}
+
+
+def test_collectives_send_in_wire_formats(two_ranks, whole):
+    for found in two_ranks.run(rank_programs.wires, {name: case[:2] for name, case in WIRES.items()}):
+        for name, (_, _, share, bound) in WIRES.items():
+            written, sent = found[name]["sent"]
+            assert 0 < sent <= share * written and not any(found[name]["reasons"])
+            step = found[name]["step"]
+            errors = [np.linalg.norm(step[n] - v) / np.linalg.norm(v) for n, v in whole.items()]
+            assert 1e-5 < max(errors) < bound, (name, max(errors))
+
+
 @pytest.mark.slow
 def test_every_stage_alone(two_ranks, whole):
     ranks = two_ranks.run(rank_programs.train, SLOW_CASES)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import dsmp
-from dsmp.errors import InputSpecError, ShardingPlanError
+from dsmp.errors import InputSpecError, InvalidOptionError, ShardingPlanError, UnknownWireFormatError
 
 
 class Branches(nn.Module):
@@ -99,3 +99,20 @@ def test_plans_that_do_not_fit_are_refused(model, x, fake_mesh):
         dsmp.parallelize(model, mesh, dsmp.ShardingPlan(mesh={"tp": 2}), inputs=({"x": x},))
     with pytest.raises(ShardingPlanError, match="'auto'"):
         dsmp.parallelize(model, mesh, "best", inputs=({"x": x},))
+
+
+def test_the_model_is_left_as_it_was(model, x, fake_mesh):
+    before = {n: v.clone() for n, v in model.state_dict().items()}
+    sharded = dsmp.parallelize(model, fake_mesh(dp=1, tp=1), inputs=({"x": x},))
+    with torch.no_grad():
+        for p in sharded.parameters():
+            p.to_local().add_(1.0)
+    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+
+
+def test_wire_formats_are_checked_before_anything_is_traced(model, x, fake_mesh):
+    mesh = fake_mesh(dp=1, tp=1)
+    with pytest.raises(InvalidOptionError, match=r"'wire' got .*by mesh dimension \(dp, tp\)"):
+        dsmp.parallelize(model, mesh, inputs=({"x": x},), wire={"pp": "int8"})
+    with pytest.raises(UnknownWireFormatError, match="int7"):
+        dsmp.parallelize(model, mesh, inputs=({"x": x},), wire="int7")

@@ -1,0 +1,44 @@
+"""The example scripts, as users start them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LINE = re.compile(r"step +\d+ +on the mesh ([\d.]+) +in one process ([\d.]+)")
+
+
+def run(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """An example under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    script = str(ROOT / "examples" / "sharded_gpt.py")
+    return subprocess.run(
+        [*command, script, *arguments], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "arguments", "tolerance"),
+    [(2, ["--mesh", "tp=2"], 1e-5), (2, ["--mesh", "dp=2", "--zero", "3", "--wire", "int8"], 1e-3)],
+)
+def test_losses_are_those_of_one_process(ranks, arguments, tolerance):
+    done = run(ranks, *arguments)
+    assert done.returncode == 0, done.stderr
+    losses = [(float(a), float(b)) for a, b in LINE.findall(done.stdout)]
+    assert len(losses) == 10 and losses[-1][1] < losses[0][1] - 0.5
+    assert all(abs(mesh - whole) < tolerance * whole for mesh, whole in losses)
+
+
+@pytest.mark.slow
+def test_a_mesh_that_is_not_what_was_started():
+    done = run(2, "--mesh", "dp=2,tp=2")
+    assert done.returncode != 0
+    assert "--mesh has 4 ranks, torchrun started 2." in done.stderr
