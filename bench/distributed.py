@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import spawn
 
 import dsmp
 from bench.table import Row, show
@@ -63,7 +63,7 @@ def measure(rank: int, ranks: int, store: str, result: str) -> None:
     """All cases on one rank; rank 0 writes the rows."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     batch = small_gpt_batch()
     whole = small_gpt()
     whole(*batch).backward()
@@ -106,7 +106,7 @@ def rows_for(ranks: int) -> list[Row]:
     """The rows of so many processes."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "rows.json"
-        mp.spawn(measure, (ranks, str(Path(folder) / "store"), str(result)), nprocs=ranks)
+        spawn(measure, (ranks, str(Path(folder) / "store"), str(result)), nprocs=ranks)
         found: list[Row] = json.loads(result.read_text(encoding="utf-8"))
     return found
 
