@@ -18,6 +18,7 @@ from ..passes.shard_graph import shard_graph
 from ..passes.sharding import ShardingPlan, ShardingRule
 from ..passes.wire_formats import FP32, WireFormat, parse_wire
 from .joint_capture import JointCapture, capture_joint
+from .mesh_groups import use_own_groups
 from .plan_agreement import agree, collectives_digest
 from .sharded_execution import Executor, build_halves
 from .sharded_module import ShardedModule
@@ -68,6 +69,7 @@ def parallelize(
     plan = plan_for(mesh, plan, capture, rules, zero=zero, sequence=sequence)
     agree(mesh, plan.digest(), "sharding plans")
     graph = shard_graph(capture.gm, mesh, plan, capture.names)
+    use_own_groups(graph.gm, mesh)
     sent = rewrite_collectives(graph.gm, _chosen(find_collectives(graph.gm), wires))
     agree(mesh, collectives_digest(graph, mesh), "collectives in the graph")
     return ShardedModule(model, mesh, plan, capture, graph, build_halves(graph.gm, executor), sent)

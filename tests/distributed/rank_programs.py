@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from dsmp.codegen.collective_nodes import find_collectives
 from dsmp.compiler.parallelize import parallelize
 from dsmp.errors import InputSpecError, RanksDisagreeError
 from dsmp.passes.sharding import ShardingPlan, ShardingRule
@@ -72,6 +73,18 @@ def wires(cases: dict[str, tuple[dict[str, int], dict[str, Any]]]) -> dict[str, 
         args, _ = sharded.shard_inputs(*tokens())
         sent = (sum(s.bytes_as_written for s in sharded.sent), sum(s.bytes for s in sharded.sent))
         found[name] = {"step": step(sharded, *args), "sent": sent, "reasons": [s.reason for s in sharded.sent]}
+    return found
+
+
+def twice() -> list[float]:
+    """Losses on two meshes of equal layout, one after the other; their groups have names of their own."""
+    found = []
+    for _ in range(2):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        sharded = parallelize(model(), mesh, inputs=tokens(), zero=3)
+        groups = {c.group for c in find_collectives(sharded.graph.gm)}
+        assert groups == {mesh.get_group(dim).group_name for dim in ("dp", "tp")}
+        found.append(float(sharded(*sharded.shard_inputs(*tokens())[0])))
     return found
 
 

@@ -84,6 +84,12 @@ def test_collectives_send_in_wire_formats(two_ranks, whole):
 
 
 @pytest.mark.slow
+def test_a_second_mesh_of_the_same_layout(four_ranks):
+    losses = {loss for found in four_ranks.run(rank_programs.twice) for loss in found}
+    assert len(losses) == 1
+
+
+@pytest.mark.slow
 def test_every_stage_alone(two_ranks, whole):
     ranks = two_ranks.run(rank_programs.train, SLOW_CASES)
     for case in SLOW_CASES:
