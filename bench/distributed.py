@@ -113,7 +113,7 @@ def rows_for(ranks: int) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="numbers of processes, one table row group each")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="numbers of processes")
     parser.add_argument("--json", type=Path, dest="json_file")
     arguments = parser.parse_args()
     rows = [row for ranks in arguments.ranks for row in rows_for(ranks)]
