@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from ..errors import KernelUnavailableError
 from ..hardware_db.capability import Device
@@ -234,66 +235,61 @@ def _mx_mm(low: _Lowerer, node: fx.Node, product: Product, bias: fx.Node | None,
     return low.call(torch.ops.dsmp.mx_mm.default, args, before=node, like=node)
 
 
-def _scaled_mm(
-    low: _Lowerer, node: fx.Node, product: Product, bias: fx.Node | None, dtype: torch.dtype
-) -> fx.Node | None:
-    left, right = (low.whole(operand, product) for operand in _operands(node))
-    if left is None or right is None or left.scales is None or right.scales is None:
-        return None
-    args = (left.values, right.values, left.scales, right.scales, bias, dtype)
-    return low.call(torch.ops.dsmp.library_scaled_mm.default, args, before=node, like=node)
+def _library_mm(op: OpOverload) -> _Builder:
+    """A library's product of whole operands with their scales."""
+
+    def build(
+        low: _Lowerer, node: fx.Node, product: Product, bias: fx.Node | None, dtype: torch.dtype
+    ) -> fx.Node | None:
+        left, right = (low.whole(operand, product) for operand in _operands(node))
+        if left is None or right is None or left.scales is None or right.scales is None:
+            return None
+        args = (left.values, right.values, left.scales, right.scales, bias, dtype)
+        return low.call(op, args, before=node, like=node)
+
+    return build
 
 
 def _tf32(low: _Lowerer, node: fx.Node, product: Product, bias: fx.Node | None, dtype: torch.dtype) -> fx.Node | None:
     """A library's operator on the operands as they were before rounding: its matrix units round them."""
-    target = TF32_OPS.get(product.aten)
-    if target is None:
-        return None
-    args = list(node.args)
-    for index, _ in operand_slots(node):
-        given = args[index]
-        operand = low.whole(given, product) if isinstance(given, fx.Node) else None
-        if operand is None:
-            return None
-        args[index] = operand.values
-    fresh = insert_call(low.graph, target, tuple(args), dict(node.kwargs), like=node, joint=low.joint, before=node)
-    fresh.meta.pop("dsmp_split_of", None)
-    return fresh
 
+    def given(operand: fx.Node) -> fx.Node | None:
+        found = low.whole(operand, product)
+        return None if found is None else found.values
 
-def _half_mm(
-    low: _Lowerer, node: fx.Node, product: Product, bias: fx.Node | None, dtype: torch.dtype
-) -> fx.Node | None:
-    left, right = (low.whole(operand, product) for operand in _operands(node))
-    if left is None or right is None or left.scales is None or right.scales is None:
-        return None
-    args = (left.values, right.values, left.scales, right.scales, bias, dtype)
-    return low.call(torch.ops.dsmp.library_half_mm.default, args, before=node, like=node)
+    return _library_op(low, node, TF32_OPS.get(product.aten), given)
 
 
 def _half_op(
     low: _Lowerer, node: fx.Node, product: Product, bias: fx.Node | None, dtype: torch.dtype
 ) -> fx.Node | None:
     """A library's operator in scaled fp16 on the operands as they were before rounding: it scales them itself."""
+    return _library_op(low, node, HALF_OPS.get(product.aten), lambda operand: low.unrounded(operand, product))
+
+
+def _library_op(
+    low: _Lowerer, node: fx.Node, target: OpOverload | None, given: Callable[[fx.Node], fx.Node | None]
+) -> fx.Node | None:
+    """`target` in the place of an operator, on what `given` finds for its operands; None where it finds nothing."""
+    if target is None:
+        return None
     args = list(node.args)
     for index, _ in operand_slots(node):
-        given = args[index]
-        operand = low.unrounded(given, product) if isinstance(given, fx.Node) else None
-        if operand is None:
+        operand = args[index]
+        args[index] = given(operand) if isinstance(operand, fx.Node) else None
+        if args[index] is None:
             return None
-        args[index] = operand
-    target = HALF_OPS[product.aten]
     fresh = insert_call(low.graph, target, tuple(args), dict(node.kwargs), like=node, joint=low.joint, before=node)
     fresh.meta.pop("dsmp_split_of", None)
     return fresh
 
 
 _BUILDERS: Mapping[str, _Builder] = {
-    "torch_half_mm": _half_mm,
+    "torch_half_mm": _library_mm(torch.ops.dsmp.library_half_mm.default),
     "torch_half_op": _half_op,
     "torch_tf32": _tf32,
     "triton_gemm": _gemm,
     "triton_block_gemm": _block_mm,
     "triton_mx_gemm": _mx_mm,
-    "torch_scaled_mm": _scaled_mm,
+    "torch_scaled_mm": _library_mm(torch.ops.dsmp.library_scaled_mm.default),
 }

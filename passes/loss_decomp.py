@@ -58,9 +58,8 @@ def nll_loss_backward(
         scale = scale / total_weight
     if reduction == _NONE:
         scale = scale.unsqueeze(_class_dim(self))
-    nothing = torch.zeros_like(
-        self
-    )  # lies as the log-probabilities lie, and so does what is chosen between it and scale
+    # lies as the log-probabilities lie, and so does what is chosen between it and scale
+    nothing = torch.zeros_like(self)
     picked = torch.where(_hit(self, target, ignore_index), scale, nothing)
     return picked if weight is None else picked * _broadcast(weight, self)
 
