@@ -98,6 +98,10 @@ class AmbiguousHardwareError(DsmpError):
         super().__init__(f"hardware {name!r} is ambiguous. Name one of: {', '.join(found[:_SHOWN])}{more}.")
 
 
+class ClusterError(DsmpError):
+    """A mesh whose links are not known: no node of the device, several, or none that is joined to others."""
+
+
 class HardwareDataError(DsmpError):
     """A hardware data file that breaks the schema or contradicts itself."""
 

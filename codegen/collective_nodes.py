@@ -9,7 +9,8 @@ Bytes are those that each of w ranks sends in a ring (or directly, to all others
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -17,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from ..passes.graph import calls, node_op, numel_of, tensors_of, value_of
+from ..passes.graph import calls, is_backward, node_op, numel_of, tensors_of, value_of
+from ..passes.keys import BWD, FPROP, NodeKey, Phase, give_key
 
-Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 GroupSize = Callable[[str], int]
 
 _KINDS: dict[str, Kind] = {
@@ -27,7 +29,7 @@ _KINDS: dict[str, Kind] = {
     "_c10d_functional.reduce_scatter_tensor": "reduce_scatter",
     "_c10d_functional.all_reduce": "all_reduce",
 }
-_ALL_TO_ALL = "_c10d_functional.all_to_all_single"
+_ALL_TO_ALL: dict[str, Kind] = {"_c10d_functional.all_to_all_single": "all_to_all"}
 _WAIT = "_c10d_functional.wait_tensor"
 _COALESCED = "_coalesced"
 
@@ -73,9 +75,31 @@ def find_collectives(gm: fx.GraphModule, group_size: GroupSize = group_size_by_n
 
     Those whose group is no name but a value of the graph are left out: who takes part is then not known.
     """
+    return _found(gm, _KINDS, group_size)
+
+
+def find_exchanges(gm: fx.GraphModule, group_size: GroupSize = group_size_by_name) -> list[Collective]:
+    """All-to-alls of single tensors, in graph order; what they send is in its wire format already."""
+    return _found(gm, _ALL_TO_ALL, group_size)
+
+
+def name_collectives(collectives: Iterable[Collective], dims: Mapping[str, str], owners: Mapping[fx.Node, str]) -> None:
+    """Give collectives of a sharded graph keys, `fqn|phase|kind@dim|ordinal`.
+
+    `dims` names the mesh dimension of each process group, `owners` the module that each node belongs to.
+    """
+    numbers: Counter[tuple[str, Phase, str]] = Counter()
+    for c in collectives:
+        phase: Phase = BWD if is_backward(c.start) else FPROP
+        place = owners[c.start], phase, f"{c.kind}@{dims.get(c.group, c.group)}"
+        give_key(c.start, NodeKey(*place, numbers[place]))
+        numbers[place] += 1
+
+
+def _found(gm: fx.GraphModule, kinds: Mapping[str, Kind], group_size: GroupSize) -> list[Collective]:
     found = []
     for node in calls(gm):
-        kind = _KINDS.get(node_op(node))
+        kind = kinds.get(node_op(node))
         group = node.args[-1] if node.args else None
         if kind is None or not isinstance(group, str) or value_of(node) is None:
             continue
@@ -88,7 +112,7 @@ def find_collectives(gm: fx.GraphModule, group_size: GroupSize = group_size_by_n
                 kind=kind,
                 group=group,
                 ranks=_ranks(node, group, group_size),
-                reduce_op="" if kind == "all_gather" else str(node.args[1]),
+                reduce_op=str(node.args[1]) if kind in ("reduce_scatter", "all_reduce") else "",
             )
         )
     return found
@@ -106,7 +130,7 @@ def graph_ring_bytes(gm: fx.GraphModule, group_size: GroupSize = group_size_by_n
     total = 0.0
     for node in calls(gm):
         name = node_op(node)
-        kind = _KINDS.get(name.removesuffix(_COALESCED)) or ("all_to_all" if name == _ALL_TO_ALL else None)
+        kind = _KINDS.get(name.removesuffix(_COALESCED)) or _ALL_TO_ALL.get(name)
         group = node.args[-1] if node.args else None
         if kind is None or not isinstance(group, str):
             continue

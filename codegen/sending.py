@@ -73,7 +73,7 @@ def plan_sending(
         if c.start not in wires:
             continue
         wire = wires[c.start]
-        reason = _why_not(c, wire)
+        reason = why_as_written(c, wire)
         found[c] = Sent(
             key=str(key_of(c.start) or c.start.name),
             kind=c.kind,
@@ -87,7 +87,7 @@ def plan_sending(
     return found
 
 
-def _why_not(c: Collective, wire: WireFormat) -> str:
+def why_as_written(c: Collective, wire: WireFormat) -> str:
     """Why a collective stays as it is; `""` if it does not."""
     if wire.name == "fp32":
         return "as written"

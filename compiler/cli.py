@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import InvalidOptionError
+from .cli_mesh import Mesh, NodeName, Place, Sequences, Wire, Zero, mesh_arguments
 from .cli_support import Debug, HardwareFiles, Json, errors, given, load
 from .hardware.cli import hardware_app
 
@@ -146,6 +147,12 @@ def report(
     draws: Draws = 2,
     scores: ScoresFile = None,
     save_scores: SaveScores = None,
+    mesh: Mesh = None,
+    node: NodeName = None,
+    zero: Zero = None,
+    sequence: Sequences = None,
+    wire: Wire = None,
+    place: Place = None,
     hardware_files: HardwareFiles = None,
     debug: Debug = False,
 ) -> None:
@@ -161,9 +168,10 @@ def report(
             calibrate=calibrate, loss=loss, budget=budget, memory=memory, drift=drift, cost=cost, untied=untied,
             draws=draws, scores=scores, save_scores=save_scores,
         )  # fmt: skip
+        on_mesh = mesh_arguments(mesh, node=node, zero=zero, sequence=sequence, wire=wire, place=place)
         options = given(
             hardware=hardware, hardware_file=hardware_files, infer=infer, input=inputs, config=config, rule=rules,
-            **calibration,
+            mesh=mesh, **calibration,
         )  # fmt: skip
         if model is None:
             useless = [o for o in options if not o.startswith("--hardware")]
@@ -179,7 +187,7 @@ def report(
             commands = load("model_commands")
             arguments = commands.ModelArguments(
                 model=model, hardware=hardware, hardware_files=hardware_files or (), infer=infer, inputs=inputs or (),
-                config=config, rules=rules or (), debug=debug, calibration=calibration,
+                config=config, rules=rules or (), debug=debug, calibration=calibration, mesh=on_mesh,
             )  # fmt: skip
             commands.report_model(arguments, **shown)
 
@@ -205,12 +213,20 @@ def plan(
     draws: Draws = 2,
     scores: ScoresFile = None,
     save_scores: SaveScores = None,
+    mesh: Mesh = None,
+    node: NodeName = None,
+    zero: Zero = None,
+    sequence: Sequences = None,
+    wire: Wire = None,
+    place: Place = None,
     hardware_files: HardwareFiles = None,
     debug: Debug = False,
 ) -> None:
     """Write the precision plan of a model, to review, edit and replay: options={"plan": "plan.json"}.
 
-    With --calibrate the plan is chosen from measurements: the fastest formats that stay within --budget.
+    With --calibrate the plan is chosen from measurements: the fastest formats that stay within --budget. With --mesh it
+    says where every parameter lies, what every collective sends, and the time and memory of a rank; inputs given with
+    --input are then those of the whole mesh.
     """
     with errors(debug):
         if model.endswith(PLAN_SUFFIX):
@@ -223,6 +239,7 @@ def plan(
         arguments = commands.ModelArguments(
             model=model, hardware=hardware, hardware_files=hardware_files or (), infer=infer, inputs=inputs or (),
             config=config, rules=rules or (), debug=debug, calibration=calibration,
+            mesh=mesh_arguments(mesh, node=node, zero=zero, sequence=sequence, wire=wire, place=place),
         )  # fmt: skip
         commands.save_plan(arguments, output)
 

@@ -25,6 +25,7 @@ from ..errors import CaptureError
 from ..passes.graph import output_node, placeholders
 from ..passes.keys import ModuleNames
 from ..passes.loss_decomp import loss_decompositions
+from ..passes.sharding import ShardingPlan
 from .capture import failure_text, key_graph
 from .tracing import explicit_precision
 
@@ -80,6 +81,12 @@ def capture_joint(
         n.name: flat[n.meta["desc"].idx] for n in placeholders(gm) if isinstance(n.meta.get("desc"), PlainAOTInput)
     }
     return JointCapture(gm=gm, names=names, in_spec=tree_flatten(inputs)[1], out_spec=exported.out_spec)
+
+
+def check_names(capture: JointCapture, plan: ShardingPlan) -> None:
+    """Raise ShardingPlanError when a rule of a plan names no parameter, buffer or input of the captured model."""
+    described: list[Any] = [n.meta.get("desc") for n in placeholders(capture.gm)]
+    plan.check_names([d.target for d in described if hasattr(d, "target")], capture.names.values())
 
 
 def _name_ties(gm: fx.GraphModule, model: nn.Module) -> None:

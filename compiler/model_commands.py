@@ -20,12 +20,14 @@ from ..hardware_db.detect import resolve_hardware
 from ..passes.plan import PrecisionPlan, Rule, parse_rules
 from .calibrated_commands import CalibrationArguments, calibrated_plans, calibration_settings
 from .capture import Capture, capture
+from .cli_mesh import MeshArguments
 from .commands import print_compared, print_plan
 from .compare_plans import Planned
 from .console import Printer, Stages, write_json
 from .demo import DEMO_DEVICES, run_demo
 from .execution import Execution, predict_execution
 from .hardware.selection import check_different
+from .mesh_commands import plan_on_mesh
 from .model_source import LoadedModel, load_model, with_inputs
 from .pipeline import make_plan
 from .render import facts_line, print_summary
@@ -49,6 +51,7 @@ class ModelArguments:
     rules: Sequence[str] = ()
     debug: bool = False
     calibration: Mapping[str, Any] = field(default_factory=dict)
+    mesh: MeshArguments | None = None
 
 
 def report_model(
@@ -132,6 +135,8 @@ def parse_rule(text: str) -> Rule:
 def _plan(arguments: ModelArguments, devices: Sequence[Device]) -> list[Planned]:
     """Load and capture a model once, then plan it for each device and predict how it will run there."""
     rules = [parse_rule(r) for r in arguments.rules]
+    if arguments.mesh is not None:
+        return [_plan_on_mesh(arguments, arguments.mesh, devices, rules)]
     wanted = CalibrationArguments(**arguments.calibration) if arguments.calibration else None
     training = not arguments.infer
     stages = Stages()
@@ -165,6 +170,27 @@ def _plan(arguments: ModelArguments, devices: Sequence[Device]) -> list[Planned]
         )
         for plan, execution in plans
     ]
+
+
+def _plan_on_mesh(
+    arguments: ModelArguments, mesh: MeshArguments, devices: Sequence[Device], rules: Sequence[Rule]
+) -> Planned:
+    if len(devices) > 1:
+        raise InvalidOptionError("--hardware", arguments.hardware, "one device, that of the mesh's ranks")
+    if arguments.calibration:
+        stray = next(iter(arguments.calibration)).replace("_", "-")
+        raise InvalidOptionError(f"--{stray}", "given", "without --mesh: a mesh is planned by the device's tier")
+    training = not arguments.infer
+    stages = Stages()
+    with only_our_words(arguments.debug):
+        with stages.stage("loading", f"loading {arguments.model}"):
+            loaded = load_model(arguments.model, inputs=arguments.inputs, config=arguments.config, training=training)
+        with stages.stage("planning", f"planning for {devices[0].id} on a mesh"):
+            plan = plan_on_mesh(
+                mesh, loaded, devices[0], rules, arguments.hardware_files,
+                given_inputs=bool(arguments.inputs), training=training,
+            )  # fmt: skip
+    return Planned(plan=plan, facts=RunFacts(seconds=stages.seconds, peak_bytes=peak_memory_bytes()))
 
 
 def captured_plan(arguments: ModelArguments, stages: Stages) -> tuple[Capture, PrecisionPlan, Device]:

@@ -12,12 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..codegen.collective_nodes import Collective, find_collectives
 from ..codegen.collectives import rewrite_collectives
 from ..errors import InvalidOptionError, ShardingPlanError
-from ..passes.graph import placeholders
 from ..passes.parallel_candidates import propose
 from ..passes.shard_graph import shard_graph
 from ..passes.sharding import ShardingPlan, ShardingRule
 from ..passes.wire_formats import FP32, WireFormat, parse_wire
-from .joint_capture import JointCapture, capture_joint
+from .joint_capture import JointCapture, capture_joint, check_names
 from .mesh_groups import use_own_groups
 from .plan_agreement import agree, collectives_digest
 from .sharded_execution import Executor, build_halves
@@ -119,6 +118,5 @@ def plan_for(
     if tuple(plan.dims) != tuple(sizes.items()):
         raise ShardingPlanError(f"the plan is for a mesh {dict(plan.dims)}, and the mesh is {sizes}.")
     plan = plan.with_rules(rules)
-    described: list[Any] = [n.meta.get("desc") for n in placeholders(capture.gm)]
-    plan.check_names([d.target for d in described if hasattr(d, "target")], capture.names.values())
+    check_names(capture, plan)
     return plan

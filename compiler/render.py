@@ -13,6 +13,7 @@ from rich.text import Text
 from ..passes.plan import PrecisionPlan
 from ..passes.plan_fields import GEMM_CLASSES
 from .console import Printer, bytes_text, coloured, digits, plain_table, time_text
+from .render_mesh import mesh_lines
 from .render_solution import drift_text, solution_lines
 from .report import (
     ClassTotal,
@@ -47,6 +48,8 @@ def print_summary(printer: Printer, plan: PrecisionPlan, facts: RunFacts | None)
     title = f"{plan.model.source} on {plan.hardware}: {len(plan):,} nodes, {gemms:,} of them GEMM-class"
     lines: list[RenderableType] = [Text(title, style="bold"), _shares(plan)]
     lines += [*_prediction(plan, facts), *solution_lines(plan)]
+    if plan.mesh is not None:
+        lines += mesh_lines(plan.mesh)
     if plan.hardware_data:
         lines.append(f"hardware data: {'; '.join(plan.hardware_data)}")
     if plan.rules:

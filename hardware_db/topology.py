@@ -87,10 +87,11 @@ class Node(BaseModel):
             return 0.0
         cost = self.collectives[op]
         share = (n - 1) / (self.count - 1) if self.topology == "full-mesh" else 1.0
-        return cost.latency_s + _steps(op, n) * size_bytes / (cost.bus_bytes_per_s * share)
+        return cost.latency_s + steps(op, n) * size_bytes / (cost.bus_bytes_per_s * share)
 
 
-def _steps(op: CollectiveOp, ranks: int) -> float:
+def steps(op: CollectiveOp, ranks: int) -> float:
+    """The share of a tensor that crosses each link in a collective, as above."""
     if op == "broadcast":
         return 1.0
     return (2 if op == "all_reduce" else 1) * (ranks - 1) / ranks

@@ -102,6 +102,11 @@ def key_of(node: fx.Node) -> NodeKey | None:
     return node.meta.get(_META)
 
 
+def give_key(node: fx.Node, key: NodeKey) -> None:
+    """Name a node that was put into a graph after its nodes were given keys."""
+    node.meta[_META] = key
+
+
 def hand_on_key(source: fx.Node, node: fx.Node) -> None:
     """Give a node the key of the node that it was made from, if that has one."""
     if _META in source.meta:

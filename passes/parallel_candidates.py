@@ -26,6 +26,8 @@ from .strategies import divides
 
 DATA_DIMS = ("dp", "data", "fsdp")
 TENSOR_DIMS = ("tp", "tensor", "model")
+EXPERT_DIMS = ("ep", "expert")
+BATCH_DIMS = (*DATA_DIMS, *EXPERT_DIMS)
 ZERO_STAGES = (0, 1, 2, 3)
 
 

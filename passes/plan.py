@@ -24,6 +24,7 @@ from ..hardware_db.schema import natural_accumulator
 from .budget_text import parse_budget, parse_memory
 from .files import write_atomically
 from .keys import NodeKey, Phase
+from .mesh_plan import MeshPlan
 from .plan_fields import GEMM_CLASSES, STORED_FORMATS, FormatName, KeyText, PlanModel, Reason, RecipeName, StoredName
 from .program import Program, Solution
 from .solve import Solved, force, solve_program
@@ -118,6 +119,7 @@ class PrecisionPlan(PlanModel):
 
     `hardware_data` says, one sentence each, what a reader should know of the device's figures: recalled or estimated
     ones, the user's files that changed them, the measurement that replaced them. Empty where they are as published.
+    With a `mesh` all shapes, times and bytes are those of one rank.
     """
 
     schema_version: Literal[2] = Field(default=2, alias="schema")
@@ -128,6 +130,7 @@ class PrecisionPlan(PlanModel):
     model: ModelInfo
     budget: Budget | None = None
     prediction: Prediction
+    mesh: MeshPlan | None = None
     solution: Solution | None = None
     program: Program | None = None
     rules: list[Rule] = Field(default_factory=list)

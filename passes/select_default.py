@@ -52,11 +52,17 @@ _DEFAULT_RECIPES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """The decisions for one graph and the predicted time of one pass over it, as planned and as traced."""
+    """The decisions for one graph and the predicted time of one pass over it, as planned and as traced; `traced_us`
+    has the latter node by node, in the order of the decisions."""
 
     decisions: list[Decision]
     time_us: float
-    time_us_traced: float
+    traced_us: list[float]
+
+    @property
+    def time_us_traced(self) -> float:
+        """The time of everything as traced."""
+        return sum(self.traced_us)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -291,7 +297,7 @@ class _Selector:
         outputs = {n: f.output for n, f in self.formats.items()}
         planned_read: set[tuple[fx.Node, bool]] = set()
         traced_read: set[tuple[fx.Node, bool]] = set()
-        decisions, total, total_traced = [], 0.0, 0.0
+        decisions, total, as_traced = [], 0.0, []
         for node, key in self.nodes:
             formats = self.formats[node]
             traced = _traced(node)
@@ -305,7 +311,7 @@ class _Selector:
                 spent_traced = 1e6 * self.cost.memory_time(self.cost.border_bytes(node, {}, traced_read))
                 times = {formats.compute: spent}
             total += spent
-            total_traced += spent_traced
+            as_traced.append(spent_traced)
             decisions.append(
                 Decision(
                     key=str(key), op=key.op if gemm_op(node) else class_of(node), aten=str(node.target),
@@ -316,7 +322,7 @@ class _Selector:
                     time_us={f: round(t, 3) for f, t in times.items()},
                 )
             )  # fmt: skip
-        return Selection(decisions=decisions, time_us=total, time_us_traced=total_traced)
+        return Selection(decisions=decisions, time_us=total, traced_us=as_traced)
 
 
 def require(device: Device, key: str, op_class: OpClass, format_name: str, accumulate: str) -> None:

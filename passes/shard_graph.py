@@ -45,6 +45,7 @@ from ..errors import IndivisibleError, UnshardableError
 from .graph import VIEW_OPS, complete_halves, is_getitem, node_op, output_node, placeholders, value_of
 from .keys import hand_on_key
 from .shard_embedding import embed, embed_backward
+from .shard_masks import batch_shards, masks_of_batches
 from .sharding import Placements, ShardingPlan
 from .strategies import divides, register_cpu_attention, shards_evenly
 
@@ -156,6 +157,7 @@ class _Sharder(fx.Interpreter):
             if isinstance(value, fx.Node) and end is not None:
                 self.ends_of[value].add(end)
         self.tables = {n.args[1]: n.args[0] for n in joint.graph.nodes if n.target is aten.embedding.default}
+        self.masks = masks_of_batches(joint)
         self.moved: dict[tuple[fx.Node, Placements], Any] = {}
         self.beside: dict[fx.Node, Any] = {}  # what the present call reads instead of env
         self.now = output_node(joint)
@@ -227,7 +229,8 @@ class _Sharder(fx.Interpreter):
                 raise UnshardableError(
                     f"{n.name} ({node_op(n)}) in {_owner(n)} has no sharded form here: {text}"
                 ) from error
-        return tree_map_only(Tensor, self._everywhere, result)
+        result = tree_map_only(Tensor, self._everywhere, result)
+        return _move(result, batch_shards(n.meta["val"].shape[0], self.plan)) if n in self.masks else result
 
     def _everywhere(self, x: Tensor) -> Tensor:
         """A tensor made from nothing is the same on all ranks."""

@@ -1,0 +1,98 @@
+"""What every collective of a rank's graph sends, and how long that takes.
+
+Without being asked for a format, a collective takes the narrowest that loses nothing: that in which the value is stored
+before it is sent, or in which every product that reads what was gathered wants it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from ..codegen.collective_nodes import Collective
+from ..codegen.sending import sent_bytes, why_as_written
+from ..hardware_db.cluster import Cluster
+from ..passes.cast_motion import operand_storage
+from ..passes.cost import format_of
+from ..passes.graph import numel_of, root, shape_of
+from ..passes.keys import key_of
+from ..passes.mesh_plan import CollectiveDecision
+from ..passes.plan import Decision
+from ..passes.plan_fields import GEMM_CLASSES, Reason
+from ..passes.wire_formats import FP32, WireFormat, parse_wire
+from .rank_graph import RankGraph
+
+LEAST_VALUES = 1024
+"""Collectives of fewer values take a message's latency, whatever their format."""
+
+
+def is_worth_encoding(c: Collective) -> bool:
+    """Whether a collective is large enough to matter, and no loss or statistic (one value per row)."""
+    return numel_of(c.value) >= LEAST_VALUES and shape_of(c.value)[-1] > 1
+
+
+class CollectiveDecider:
+    """Decides the collectives of one rank's graph. `asked` has formats by mesh dimension, `decisions` those of the
+    other nodes by key, `storage` is the device's storage format."""
+
+    def __init__(
+        self,
+        rank: RankGraph,
+        decisions: Mapping[str, Decision],
+        storage: str,
+        cluster: Cluster,
+        mesh: Mapping[str, int],
+        asked: Mapping[str, WireFormat],
+    ) -> None:
+        self.rank, self.decisions, self.storage = rank, decisions, storage
+        self.cluster, self.mesh, self.asked = cluster, mesh, asked
+
+    def decide(self) -> list[tuple[Collective, CollectiveDecision]]:
+        """One decision for each collective of the graph, whatever it stands for. Raises ClusterError."""
+        return [(c, self._decision(c)) for c in self.rank.collectives]
+
+    def _decision(self, c: Collective) -> CollectiveDecision:
+        dim = self.rank.dim(c)
+        wire, reason = self._wire(c)
+        sends = c.sent_bytes if wire == FP32 else sent_bytes(c, wire)
+        whole = numel_of(c.value) * c.value.dtype.itemsize * (c.ranks if c.kind == "all_gather" else 1)
+        seconds = self.cluster.collective_time(
+            c.kind, whole * sends / max(c.sent_bytes, 1.0), self.cluster.layout(self.mesh, dim)
+        )
+        return CollectiveDecision(
+            key=str(key_of(c.start)), dim=dim, kind=c.kind, shape=list(shape_of(c.value)), wire=str(wire),
+            bytes_as_written=c.sent_bytes, bytes=sends, time_us=round(1e6 * seconds, 3),
+            hidden=self.rank.is_hidden(c), reason=reason,
+        )  # fmt: skip
+
+    def _wire(self, c: Collective) -> tuple[WireFormat, Reason]:
+        if c.kind == "all_to_all":
+            return FP32, Reason(code="payload", text="sent as it was encoded")
+        if not is_worth_encoding(c):
+            return FP32, Reason(code="small", text=f"a statistic, or fewer than {LEAST_VALUES} values: sent as traced")
+        asked = self.asked.get(self.rank.dim(c))
+        wire, text = (asked, f"asked for over {self.rank.dim(c)}") if asked is not None else self._lossless(c)
+        refused = why_as_written(c, wire)
+        if wire == FP32 or refused:
+            text = text if wire == FP32 else f"stays as written: {refused}"
+            return FP32, Reason(code="as-traced" if asked is None else "wire", text=text)
+        return wire, Reason(code="stored" if asked is None else "wire", text=text)
+
+    def _lossless(self, c: Collective) -> tuple[WireFormat, str]:
+        source = self.decisions.get(str(key_of(root(c.source))))
+        if source is not None and source.output in ("bf16", "fp16") and source.output != source.traced:
+            return parse_wire(source.output), f"{source.key} is stored in {source.output}"
+        if c.kind == "all_gather":
+            wanted = {self._reads_in(r, c) for r in self.rank.readers(c)}
+            one = wanted.pop() if len(wanted) == 1 else None
+            if one in ("bf16", "fp16"):
+                return parse_wire(one), f"only products read it, in {one} or narrower"
+        return FP32, "as traced: fewer bits would lose some"
+
+    def _reads_in(self, reader: fx.Node, c: Collective) -> str | None:
+        """The format in which a product wants its operands stored; None for other nodes."""
+        decision = self.decisions.get(str(key_of(reader)))
+        if decision is None or decision.op not in GEMM_CLASSES:
+            return None
+        return operand_storage(self.storage, format_of(c.value.dtype) or "fp32", decision.compute)

@@ -1,0 +1,231 @@
+"""Plan a model for a mesh of devices, in one process and without any of them.
+
+The model's joint graph is captured with each kind of block once, sharded over a fake mesh in every way that is worth a
+look, and each result is priced: formats by the device's tier on local shapes, collectives by the links they run over,
+memory by what a rank stores and saves. Taken is the fastest of those that fit into the device's memory. Where the ZeRO
+stage is left open, higher ones are tried only as far as memory asks for them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import CaptureError, InvalidOptionError
+from ..hardware_db.capability import Device
+from ..hardware_db.cluster import Cluster
+from ..passes.graph import calls
+from ..passes.keys import NodeKey, key_of
+from ..passes.mesh_plan import CollectiveDecision, MeshPlan, Placing, RankMemory, StepTime
+from ..passes.parallel_candidates import DATA_DIMS, TENSOR_DIMS, Candidate, propose
+from ..passes.plan import PrecisionPlan, Rule
+from ..passes.select_default import Selection, select_default
+from ..passes.shard_graph import shard_graph
+from ..passes.sharding import ShardingPlan, ShardingRule
+from ..passes.wire_formats import WireFormat, parse_wire
+from .block_folding import Repeats, fold_blocks
+from .collective_decisions import CollectiveDecider
+from .fake_mesh import fake_mesh
+from .joint_capture import JointCapture, capture_joint, check_names
+from .pipeline import assemble_plan
+from .rank_costs import Decided, rank_memory, step_time
+from .rank_graph import RankGraph, parameters_of
+
+log = logging.getLogger("dsmp")
+
+_STAGES = (0, 2, 3)  # stage 1 sends what stage 0 does
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshRequest:
+    """What a user says of the mesh: ranks by dimension, outermost first; the ZeRO stage and whether sequences are
+    divided (None: what is best); rules for parameters; wire formats, one for all or by mesh dimension."""
+
+    mesh: Mapping[str, int]
+    zero: int | None = None
+    sequence: bool | None = None
+    sharding_rules: Sequence[ShardingRule] = ()
+    wire: str | Mapping[str, str] | None = None
+
+    @property
+    def wires(self) -> dict[str, WireFormat]:
+        """Formats by mesh dimension. Raises InvalidOptionError, UnknownWireFormatError, InvalidWireFormatError."""
+        if self.wire is None:
+            return {}
+        by_dim = dict.fromkeys(self.mesh, self.wire) if isinstance(self.wire, str) else dict(self.wire)
+        if unknown := [dim for dim in by_dim if dim not in self.mesh]:
+            allowed = f"a format, or formats by mesh dimension ({', '.join(self.mesh)})"
+            raise InvalidOptionError("wire", f"{unknown[0]}={by_dim[unknown[0]]}", allowed)
+        return {dim: parse_wire(text) for dim, text in by_dim.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Priced:
+    """One way to place a model, and what it costs."""
+
+    zero: int
+    sequence: bool
+    candidate: Candidate
+    rank: RankGraph
+    selection: Selection
+    decided: Decided
+    step: StepTime
+    memory: RankMemory
+
+    @property
+    def placing(self) -> Placing:
+        return Placing(
+            zero=self.zero, sequence=self.sequence, step_us=self.step.total_us, memory_bytes=self.memory.total,
+            fits=self.memory.fits,
+        )  # fmt: skip
+
+
+def plan_for_mesh(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    device: Device,
+    cluster: Cluster,
+    request: MeshRequest,
+    *,
+    rules: Sequence[Rule] = (),
+    source: str,
+) -> PrecisionPlan:
+    """The plan of a model whose inputs (global shapes) are given, for a mesh of equal devices.
+
+    Raises CaptureError, ShardingPlanError, IndivisibleError, UnshardableError, ClusterError, InvalidOptionError and
+    PlanHardwareError.
+    """
+    capture, repeats = capture_folded(model, args, kwargs, [*rules, *request.sharding_rules])
+    with fake_mesh(request.mesh) as mesh:
+        planner = _Planner(capture, repeats, mesh, device, cluster, request, rules)
+        tried = planner.search()
+    best = min(tried, key=lambda p: (not p.memory.fits, p.memory.total if not p.memory.fits else 0, p.step.total_us))
+    if not best.memory.fits:
+        log.warning(
+            "no placement that was tried fits %s: the smallest needs %.3g GB a rank of %.3g GB",
+            device.id, best.memory.total / 1e9, best.memory.available / 1e9,
+        )  # fmt: skip
+    return _plan(best, tried, planner, source)
+
+
+def capture_folded(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], rules: Sequence[Rule | ShardingRule] = ()
+) -> tuple[JointCapture, Repeats]:
+    """The joint graph with each kind of block once; the whole graph of a model that does not run shortened, or whose
+    blocks the rules tell apart."""
+    short, repeats = fold_blocks(model)
+    if repeats.blocks:
+        try:
+            capture = capture_joint(short, args, kwargs)
+        except CaptureError as error:
+            log.info("captured whole, since it does not run with fewer blocks: %s", error)
+        else:
+            if not _tell_blocks_apart(capture, short, repeats, rules):
+                return capture, repeats
+    return capture_joint(model, args, kwargs), Repeats()
+
+
+def _tell_blocks_apart(
+    capture: JointCapture, short: nn.Module, repeats: Repeats, rules: Sequence[Rule | ShardingRule]
+) -> bool:
+    """Whether a rule applies to some of the blocks that one stands for, and not to others."""
+    names = [(n, repeats.paths(n)) for n, _ in short.named_parameters()]
+    keys = [k for n in calls(capture.gm) if (k := key_of(n)) is not None]
+    texts = [(k, [str(NodeKey(p, k.phase, k.op, k.ordinal)) for p in repeats.paths(k.fqn)]) for k in keys]
+    for rule in rules:
+        if isinstance(rule, Rule):
+            told = any(len({rule.applies(t) for t in found}) > 1 for _, found in texts)
+        else:
+            told = any(len({fnmatchcase(p, rule.pattern) for p in found}) > 1 for _, found in names)
+        if told:
+            return True
+    return False
+
+
+class _Planner:
+    def __init__(
+        self,
+        capture: JointCapture,
+        repeats: Repeats,
+        mesh: DeviceMesh,
+        device: Device,
+        cluster: Cluster,
+        request: MeshRequest,
+        rules: Sequence[Rule],
+    ) -> None:
+        self.capture, self.repeats, self.mesh = capture, repeats, mesh
+        self.device, self.cluster, self.request, self.rules = device, cluster, request, rules
+        self.asked = request.wires
+        self.groups: dict[str, str] = {mesh.get_group(i).group_name: name for i, name in enumerate(request.mesh)}
+
+    def search(self) -> list[_Priced]:
+        """Every way that is worth a look, priced."""
+        r = self.request
+        divided = any(r.mesh[d] > 1 for d in r.mesh if d in TENSOR_DIMS)
+        sequences = [r.sequence] if r.sequence is not None else [False, True] if divided else [False]
+        replicated = not any(r.mesh[d] > 1 for d in r.mesh if d in DATA_DIMS)
+        stages = [r.zero] if r.zero is not None else [0] if replicated else list(_STAGES)
+        tried = [self._priced(stages[0], s) for s in sequences]
+        while len(stages) > 1 and not any(p.memory.fits for p in tried):
+            stages = stages[1:]
+            tried += [self._priced(stages[0], s) for s in sequences]
+        return tried
+
+    def _priced(self, zero: int, sequence: bool) -> _Priced:
+        found = propose(self.capture.gm, self.request.mesh, self.capture.names, zero=zero, sequence=sequence)
+        plan = found.plan.with_rules(self.request.sharding_rules)
+        check_names(self.capture, plan)
+        graph = shard_graph(self.capture.gm, self.mesh, plan, self.capture.names)
+        selection = select_default(graph.gm, self.device, parameters=parameters_of(graph.gm), rules=self.rules)
+        rank = RankGraph(graph, self.groups, self.repeats)
+        decisions = {d.key: d for d in selection.decisions}
+        decided = CollectiveDecider(
+            rank, decisions, self.device.storage, self.cluster, self.request.mesh, self.asked
+        ).decide()
+        return _Priced(
+            zero=zero, sequence=sequence, candidate=found, rank=rank, selection=selection, decided=decided,
+            step=step_time(rank, decisions, decided), memory=rank_memory(rank, decisions, self.device, decided),
+        )  # fmt: skip
+
+
+def _plan(best: _Priced, tried: Sequence[_Priced], planner: _Planner, source: str) -> PrecisionPlan:
+    repeats = planner.repeats
+    decisions = repeats.expand(best.selection.decisions)
+    plan = assemble_plan(source, planner.device, [replace(best.selection, decisions=decisions)], planner.rules)
+    in_order = [best, *(p for p in tried if p is not best)]
+    mesh_plan = MeshPlan(
+        node=planner.cluster.node.id,
+        sharding=_expanded_rules(best.candidate.plan, repeats).with_rules(planner.request.sharding_rules).to_dict(),
+        placings=[p.placing for p in in_order],
+        step=best.step,
+        memory=best.memory,
+        collectives=_expanded(best),
+        refused=[v.reason for v in best.candidate.verdicts if not v],
+    )
+    counts = [repeats.count(d.module) for d in best.selection.decisions]
+    traced = sum(n * us for n, us in zip(counts, best.selection.traced_us, strict=True))
+    prediction = plan.prediction.model_copy(
+        update={
+            "time_us": round(best.step.compute_us, 3), "time_us_fp32": round(traced, 3),
+            "saved_bytes": best.memory.activations,
+        }
+    )  # fmt: skip
+    return plan.model_copy(update={"mesh": mesh_plan, "prediction": prediction})
+
+
+def _expanded_rules(plan: ShardingPlan, repeats: Repeats) -> ShardingPlan:
+    """The plan with the rules of kept blocks again for the blocks that they stand for."""
+    rules = [replace(r, pattern=path) for r in plan.parameters for path in repeats.paths(r.pattern)]
+    return replace(plan, parameters=tuple(rules))
+
+
+def _expanded(priced: _Priced) -> list[CollectiveDecision]:
+    """The collectives of the whole model."""
+    return [d.model_copy(update={"key": key}) for c, d in priced.decided for key in priced.rank.keys(c)]
