@@ -56,8 +56,8 @@ class Repeats:
         return found
 
 
-def fold_blocks(model: nn.Module) -> tuple[nn.Module, Repeats]:
-    """A copy of a model on the meta device with every list of blocks cut as the module says."""
+def fold_blocks(model: nn.Module, *, fold: bool = True) -> tuple[nn.Module, Repeats]:
+    """A copy of a model on the meta device with every list of blocks cut as the module says (unless not to `fold`)."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
@@ -67,7 +67,7 @@ def fold_blocks(model: nn.Module) -> tuple[nn.Module, Repeats]:
     blocks: dict[str, tuple[str, ...]] = {}
     inside: list[str] = []
     for path, module in list(short.named_modules()):
-        if not isinstance(module, nn.ModuleList) or any(path.startswith(p + ".") for p in inside):
+        if not fold or not isinstance(module, nn.ModuleList) or any(path.startswith(p + ".") for p in inside):
             continue
         inside.append(path)
         kinds = _kinds(module)

@@ -67,8 +67,6 @@ class CollectiveDecider:
         )  # fmt: skip
 
     def _wire(self, c: Collective) -> tuple[WireFormat, Reason]:
-        if c.kind == "all_to_all":
-            return FP32, Reason(code="payload", text="sent as it was encoded")
         if not is_worth_encoding(c):
             return FP32, Reason(code="small", text=f"a statistic, or fewer than {LEAST_VALUES} values: sent as traced")
         asked = self.asked.get(self.rank.dim(c))
@@ -83,12 +81,19 @@ class CollectiveDecider:
         source = self.decisions.get(str(key_of(root(c.source))))
         if source is not None and source.output in ("bf16", "fp16") and source.output != source.traced:
             return parse_wire(source.output), f"{source.key} is stored in {source.output}"
+        if c.kind == "all_to_all" and all(self._reads_eight_bits(r) for r in self.rank.readers(c)):
+            return parse_wire("fp8"), "only products of fp8, scaled 1x128, read it"
         if c.kind == "all_gather":
             wanted = {self._reads_in(r, c) for r in self.rank.readers(c)}
             one = wanted.pop() if len(wanted) == 1 else None
             if one in ("bf16", "fp16"):
                 return parse_wire(one), f"only products read it, in {one} or narrower"
         return FP32, "as traced: fewer bits would lose some"
+
+    def _reads_eight_bits(self, reader: fx.Node) -> bool:
+        """Whether a product quantises rows to fp8 in blocks as a payload does."""
+        decision = self.decisions.get(str(key_of(reader)))
+        return decision is not None and decision.compute == "fp8_e4m3" and decision.recipe.startswith("1x128")
 
     def _reads_in(self, reader: fx.Node, c: Collective) -> str | None:
         """The format in which a product wants its operands stored; None for other nodes."""

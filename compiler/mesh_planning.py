@@ -23,18 +23,20 @@ from ..hardware_db.cluster import Cluster
 from ..passes.graph import calls
 from ..passes.keys import NodeKey, key_of
 from ..passes.mesh_plan import CollectiveDecision, MeshPlan, Placing, RankMemory, StepTime
-from ..passes.parallel_candidates import DATA_DIMS, TENSOR_DIMS, Candidate, propose
+from ..passes.parallel_candidates import BATCH_DIMS, TENSOR_DIMS, Candidate, propose
 from ..passes.plan import PrecisionPlan, Rule
 from ..passes.select_default import Selection, select_default
 from ..passes.shard_graph import shard_graph
 from ..passes.sharding import ShardingPlan, ShardingRule
 from ..passes.wire_formats import WireFormat, parse_wire
+from .attention_width import attention_of_one_width
+from .balanced_experts import balance_experts
 from .block_folding import Repeats, fold_blocks
 from .collective_decisions import CollectiveDecider
 from .fake_mesh import fake_mesh
 from .joint_capture import JointCapture, capture_joint, check_names
 from .pipeline import assemble_plan
-from .rank_costs import Decided, rank_memory, step_time
+from .rank_costs import Decided, rank_memory, step_time, stored_bytes
 from .rank_graph import RankGraph, parameters_of
 
 log = logging.getLogger("dsmp")
@@ -121,15 +123,23 @@ def capture_folded(
     """The joint graph with each kind of block once; the whole graph of a model that does not run shortened, or whose
     blocks the rules tell apart."""
     short, repeats = fold_blocks(model)
+    balance_experts(short)
     if repeats.blocks:
         try:
-            capture = capture_joint(short, args, kwargs)
+            capture = _capture(short, args, kwargs)
         except CaptureError as error:
             log.info("captured whole, since it does not run with fewer blocks: %s", error)
         else:
             if not _tell_blocks_apart(capture, short, repeats, rules):
                 return capture, repeats
-    return capture_joint(model, args, kwargs), Repeats()
+    whole, repeats = fold_blocks(model, fold=False)
+    balance_experts(whole)
+    return _capture(whole, args, kwargs), repeats
+
+
+def _capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> JointCapture:
+    with attention_of_one_width():
+        return capture_joint(model, args, kwargs)
 
 
 def _tell_blocks_apart(
@@ -170,13 +180,20 @@ class _Planner:
         r = self.request
         divided = any(r.mesh[d] > 1 for d in r.mesh if d in TENSOR_DIMS)
         sequences = [r.sequence] if r.sequence is not None else [False, True] if divided else [False]
-        replicated = not any(r.mesh[d] > 1 for d in r.mesh if d in DATA_DIMS)
+        replicated = not any(r.mesh[d] > 1 for d in r.mesh if d in BATCH_DIMS)
         stages = [r.zero] if r.zero is not None else [0] if replicated else list(_STAGES)
+        while len(stages) > 1 and self._stored_bytes(stages[0]) > self.device.memory_bytes:
+            stages = stages[1:]
         tried = [self._priced(stages[0], s) for s in sequences]
         while len(stages) > 1 and not any(p.memory.fits for p in tried):
             stages = stages[1:]
             tried += [self._priced(stages[0], s) for s in sequences]
         return tried
+
+    def _stored_bytes(self, zero: int) -> int:
+        """What a rank stores between steps, activations left out: known without sharding the graph."""
+        found = propose(self.capture.gm, self.request.mesh, self.capture.names, zero=zero)
+        return stored_bytes(self.capture.gm, found.plan.with_rules(self.request.sharding_rules), self.repeats)
 
     def _priced(self, zero: int, sequence: bool) -> _Priced:
         found = propose(self.capture.gm, self.request.mesh, self.capture.names, zero=zero, sequence=sequence)
@@ -223,7 +240,8 @@ def _plan(best: _Priced, tried: Sequence[_Priced], planner: _Planner, source: st
 def _expanded_rules(plan: ShardingPlan, repeats: Repeats) -> ShardingPlan:
     """The plan with the rules of kept blocks again for the blocks that they stand for."""
     rules = [replace(r, pattern=path) for r in plan.parameters for path in repeats.paths(r.pattern)]
-    return replace(plan, parameters=tuple(rules))
+    local = [path for pattern in plan.local for path in repeats.paths(pattern)]
+    return replace(plan, parameters=tuple(rules), local=tuple(local))
 
 
 def _expanded(priced: _Priced) -> list[CollectiveDecision]:

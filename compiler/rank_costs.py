@@ -7,11 +7,13 @@ other one is waited for. Blocks that the graph holds once count as often as they
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor, fx
 from torch._functorch._aot_autograd.descriptors import BufferAOTInput, GradAOTOutput, ParamAOTInput
+from torch.distributed.tensor import Shard
 
 from ..codegen.collective_nodes import Collective
 from ..hardware_db.capability import Device
@@ -21,6 +23,8 @@ from ..passes.legalize import legalize
 from ..passes.mesh_plan import CollectiveDecision, RankMemory, StepTime
 from ..passes.plan import Decision
 from ..passes.plan_fields import GEMM_CLASSES
+from ..passes.sharding import Placements, ShardingPlan
+from .block_folding import Repeats
 from .execution import as_stored
 from .rank_graph import RankGraph
 from .saved_activations import copy_graph, lazily
@@ -80,6 +84,24 @@ def rank_memory(rank: RankGraph, decisions: Mapping[str, Decision], device: Devi
         gathered=_gathered(rank, collectives),
         available=device.memory_bytes,
     )
+
+
+def stored_bytes(joint: fx.GraphModule, plan: ShardingPlan, repeats: Repeats) -> int:
+    """Bytes of parameters, gradients and optimizer state of a rank, from where a plan has them."""
+    total = 0.0
+    for node in placeholders(joint):
+        desc = node.meta.get("desc")
+        if isinstance(desc, ParamAOTInput):
+            size = _bytes(node.meta["val"])
+            stored, gradient = (_share(p, plan) for p in (plan.stored(desc.target), plan.gradient(desc.target)))
+            moments = numel_of(node.meta["val"]) * _MOMENT_BYTES
+            total += repeats.count(desc.target) * ((size + moments) * stored + size * gradient)
+    return int(total)
+
+
+def _share(placements: Placements, plan: ShardingPlan) -> float:
+    """The part of a tensor that one rank holds."""
+    return 1 / math.prod(n for p, n in zip(placements, plan.mesh.values(), strict=True) if isinstance(p, Shard))
 
 
 def _bytes(tensor: Tensor) -> int:

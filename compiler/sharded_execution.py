@@ -28,7 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ..errors import InvalidOptionError
 from ..passes.graph import SLICE_OPS, VIEW_OPS, complete_halves, is_getitem, node_op, output_node, placeholders
-from ..passes.shard_graph import take_over
+from ..passes.graph_identity import take_over
 from ..passes.sharding import Placements
 from .tracing import boxed
 

@@ -57,6 +57,7 @@ GEMM_OPS: Mapping[str, GemmOp] = {
     "aten.convolution": GemmOp(kind="conv", operands=(0, 1), axes=(1, 1), bias=2),
     "aten.convolution_backward": GemmOp(kind="conv", operands=(0, 1, 2), axes=(None, None, None), backward=True),
     "aten._grouped_mm": GemmOp(kind="grouped_mm", operands=(0, 1), axes=(-1, -2)),
+    "dsmp.grouped_mm": GemmOp(kind="grouped_mm", operands=(0, 1), axes=(-1, -2)),
     "transformers.grouped_mm_fallback": GemmOp(kind="grouped_mm", operands=(0, 1), axes=(-1, -2)),
     "transformers.grouped_mm_fallback_backward": GemmOp(
         kind="grouped_mm", operands=(0, 1, 3), axes=(None, None, None), backward=True

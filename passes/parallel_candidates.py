@@ -49,22 +49,25 @@ def propose(
 ) -> Candidate:
     """A plan for a joint graph with descriptors, a mesh (ranks by dimension name) and names of its plain inputs.
 
-    A mesh dimension called dp, data or fsdp divides the batch, one called tp, tensor or model the model. `zero` is the
-    ZeRO stage of the data-parallel dimension, `sequence` divides sequences between tensor-parallel regions.
+    A mesh dimension called dp, data or fsdp divides the batch, one called tp, tensor or model the model, one called ep
+    or expert the batch and the experts, which without such a dimension lie divided over the data-parallel one. `zero`
+    is the ZeRO stage of the dimensions that divide the batch, `sequence` divides sequences between tensor-parallel
+    regions.
 
     Raises ShardingPlanError for other mesh dimensions and for a model of which nothing can be divided over the
     tensor-parallel ranks, IndivisibleError for a batch that cannot be divided, InvalidOptionError for an unknown stage.
     """
     if zero not in ZERO_STAGES:
         raise InvalidOptionError("zero", zero, "0, 1, 2 or 3")
-    data = [d for d in mesh if d in DATA_DIMS]
-    tensor = [d for d in mesh if d in TENSOR_DIMS]
-    others = [d for d in mesh if d not in (*DATA_DIMS, *TENSOR_DIMS)]
-    if others or len(data) > 1 or len(tensor) > 1:
+    kinds = (DATA_DIMS, EXPERT_DIMS, TENSOR_DIMS)
+    if any(sum(d in kind for d in mesh) > 1 for kind in kinds) or any(all(d not in k for k in kinds) for d in mesh):
+        allowed = ", one ".join(" or ".join(kind) for kind in kinds)
         raise ShardingPlanError(
-            f"no plan can be found for mesh dimensions {', '.join(mesh)}: name at most one {' or '.join(DATA_DIMS)} "
-            f"and one {' or '.join(TENSOR_DIMS)}, or give a ShardingPlan."
+            f"no plan can be found for mesh dimensions {', '.join(mesh)}: name at most one {allowed}, or give a "
+            "ShardingPlan."
         )
+    data = [d for d in mesh if d in BATCH_DIMS]
+    tensor = [d for d in mesh if d in TENSOR_DIMS]
     placed: dict[str, dict[str, str]] = {}
     verdicts: list[Verdict] = []
     for dim in tensor:
@@ -75,7 +78,9 @@ def propose(
                 f"nothing of the model can be divided over the {mesh[dim]} ranks of mesh dimension {dim!r}: {reasons}. "
                 "Take a data-parallel dimension, or give a ShardingPlan."
             )
-    gradients = {dim: _zero(gm, dim, mesh[dim], zero, placed) for dim in data}
+    experts, refused = _divide_experts(gm, mesh, placed)
+    verdicts += refused
+    gradients = {dim: _zero(gm, dim, mesh[dim], zero, placed, experts) for dim in data}
     inputs, outputs = _divide_batch(gm, names, {d: mesh[d] for d in data})
     rules = [
         ShardingRule(pattern=_exactly(n), placements=p, gradients={d: g[n] for d, g in gradients.items() if n in g})
@@ -87,6 +92,7 @@ def propose(
         inputs=inputs,
         outputs=outputs,
         gathered=tuple(data),
+        local=tuple(map(_exactly, experts)),
         sequence=tuple(tensor) if sequence else (),
     )
     return Candidate(plan=plan, verdicts=tuple(verdicts))
@@ -191,12 +197,35 @@ def _token_tables(gm: fx.GraphModule) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _zero(gm: fx.GraphModule, dim: str, ranks: int, stage: int, placed: dict[str, dict[str, str]]) -> dict[str, str]:
-    """Placements of gradients on a data-parallel dimension; stage 3 places the parameters, too."""
+def _divide_experts(
+    gm: fx.GraphModule, mesh: Mapping[str, int], placed: dict[str, dict[str, str]]
+) -> tuple[list[str], list[Verdict]]:
+    """Divide stacked experts over a mesh dimension, into `placed`; the parameters that are, and why others are not."""
+    dims = [d for d in mesh if d in EXPERT_DIMS] or [d for d in mesh if d in DATA_DIMS]
+    weights = {
+        name: shape_of(root(node.args[1]).meta["val"])
+        for node in gm.graph.nodes
+        if node_op(node) == "dsmp.grouped_mm" and not is_backward(node)
+        if (name := parameter_of(root(node.args[1]))) is not None
+    }
+    verdicts = [(n, d, divides(f"the experts of {n!r}", s[0], d, mesh[d])) for n, s in weights.items() for d in dims]
+    for name, dim, verdict in verdicts:
+        if verdict:
+            placed.setdefault(name, {})[dim] = "shard(0)"
+    return [n for n, _, v in verdicts if v], [v for _, _, v in verdicts]
+
+
+def _zero(
+    gm: fx.GraphModule, dim: str, ranks: int, stage: int, placed: dict[str, dict[str, str]], local: Sequence[str]
+) -> dict[str, str]:
+    """Placements of gradients on a data-parallel dimension; stage 3 places the parameters, too. What is local is
+    divided already."""
     gradients: dict[str, str] = {}
     if stage < 2:
         return gradients
     for name, shape in _parameters(gm).items():
+        if name in local:
+            continue
         taken = set(placed.get(name, {}).values())
         free = [i for i, size in enumerate(shape) if f"shard({i})" not in taken and size % ranks == 0]
         if not free:

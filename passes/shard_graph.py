@@ -43,8 +43,9 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import IndivisibleError, UnshardableError
 from .graph import VIEW_OPS, complete_halves, is_getitem, node_op, output_node, placeholders, value_of
-from .keys import hand_on_key
+from .graph_identity import hand_on_identity, take_over
 from .shard_embedding import embed, embed_backward
+from .shard_experts import exchange, expert_shards, gather_rows, register_grouped_products
 from .shard_masks import batch_shards, masks_of_batches
 from .sharding import Placements, ShardingPlan
 from .strategies import divides, register_cpu_attention, shards_evenly
@@ -87,6 +88,7 @@ def shard_graph(joint: fx.GraphModule, mesh: DeviceMesh, plan: ShardingPlan, nam
     sharded form.
     """
     register_cpu_attention()
+    register_grouped_products()
     fakes = [n.meta["val"] for n in placeholders(joint)]
     mode = next((f.fake_mode for f in fakes if isinstance(f, torch._subclasses.FakeTensor)), None) or FakeTensorMode()
     layout = [_placements(n, plan, names) for n in placeholders(joint)]
@@ -108,7 +110,7 @@ def shard_graph(joint: fx.GraphModule, mesh: DeviceMesh, plan: ShardingPlan, nam
                 node.meta["nn_module_stack"] = node.meta["fwd_nn_module_stack"]
         sharder = _Sharder(joint, mesh, plan, layout)
         gm = make_fx(lambda *args: sharder.run(*args, enable_io_processing=False), tracing_mode="real")(*local)
-    _hand_on_identity(joint, gm)
+    hand_on_identity(joint, gm)
     take_over(joint, gm)
     complete_halves(gm)
     return ShardedGraph(gm=gm, inputs=tuple(layout), outputs=tuple(end for _, end in sharder.ends))
@@ -211,6 +213,12 @@ class _Sharder(fx.Interpreter):
             return [v if end is None else self.moved[v, end].to_local() for v, end in self.ends]
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         with fx.traceback.set_current_meta(n):
+            if n.target is torch.ops.dsmp.exchange_rows.default:
+                return exchange(self.mesh, args[0], args[1], self.plan.expert_dims, self.plan.whole_dims)
+            if n.target is torch.ops.dsmp.all_rows.default:
+                return gather_rows(self.mesh, args[0], self.plan.whole_dims)
+            if n.target is aten.copy.default:  # without a rule: what is written, in the form of what is overwritten
+                return args[1].expand(args[0].shape).to(args[0].dtype)
             if n.target is aten.embedding.default:
                 return embed(self.mesh, *args, **kwargs)
             if n.target is aten.embedding_dense_backward.default:
@@ -257,6 +265,8 @@ class _Sharder(fx.Interpreter):
             for operand in operands:
                 if any(p.is_partial() for p in self.env[operand].placements):
                     self._replace(operand, self._reduced(self.env[operand]), operand)
+        if name == "dsmp.grouped_mm":
+            self._replace(n.args[2], expert_shards(self.plan), n)  # type: ignore[arg-type]
         if name in _RESHAPING and operands:
             self._keep_view_legal(n, operands[0])
         if value_of(n) is not None and n.meta["val"].dtype is torch.bool:
@@ -292,11 +302,14 @@ class _Sharder(fx.Interpreter):
         value = self.env[operand]
         placements = list(value.placements)
         after = n.meta["val"].shape
+        divided: dict[int, int] = {}
         for i, (mesh_dim, ranks) in enumerate(self.plan.dims):
             p = placements[i]
             if isinstance(p, Shard):
                 size = _size_from(value.shape, p.dim, after)
-                if size is None:
+                by = divided.get(p.dim, 1)
+                divided[p.dim] = by * ranks
+                if size is None or (by > 1 and size % (by * ranks)):
                     placements[i] = Replicate()
                 elif size % ranks:
                     what = f"dimension {p.dim} of {tuple(value.shape)} in {_owner(n)}, viewed as {tuple(after)}"
@@ -359,37 +372,3 @@ def _size_from(before: Sequence[int], dim: int, after: Sequence[int]) -> int | N
             return size
         at *= size
     return None
-
-
-def _hand_on_identity(joint: fx.GraphModule, gm: fx.GraphModule) -> None:
-    """Give every node the sequence number of the node it comes from (tracing has numbered them anew), and to the one
-    that does its work its key, so that decisions made for the whole model find their nodes."""
-    joint_nodes = {n.name: n for n in joint.graph.nodes}
-    workers: dict[fx.Node, fx.Node] = {}
-    for node in gm.graph.nodes:
-        node.meta.pop("seq_nr", None)
-        sources = node.meta.get("from_node")
-        source = joint_nodes.get(sources[-1].name) if sources else None
-        if source is None:
-            continue
-        if "seq_nr" in source.meta:
-            node.meta["seq_nr"] = source.meta["seq_nr"]
-        if node.target is source.target:
-            workers[source] = node
-    for source, node in workers.items():
-        hand_on_key(source, node)
-
-
-def take_over(joint: fx.GraphModule, gm: fx.GraphModule) -> None:
-    """Give the new graph the names and descriptors of the joint graph's placeholders and outputs."""
-    for old, new in zip(placeholders(joint), placeholders(gm), strict=True):
-        new.target = old.target
-        new.name = str(old.target)
-        new.meta = {**old.meta, "val": new.meta.get("val")}
-    output_node(gm).meta["desc"] = output_node(joint).meta["desc"]
-    for node in gm.graph.nodes:
-        if node.target is aten.convolution_backward.default:
-            read = {user.args[1] for user in node.users}
-            node.args = (*node.args[:-1], [i in read for i in range(3)])
-    gm.graph.eliminate_dead_code()
-    gm.recompile()

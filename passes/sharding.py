@@ -52,8 +52,9 @@ class ShardingPlan:
     dimension, and what no rule names is replicated.
 
     `mesh` gives the ranks of each mesh dimension, outermost first. Inputs are named by the argument they belong to
-    (`ids`, `batch.mask`), outputs by their position. On mesh dimensions in `sequence` the values between
-    tensor-parallel regions hold a part of each sequence (dimension 1).
+    (`ids`, `batch.mask`), outputs by their position. Parameters that a glob in `local` matches (experts) are computed
+    with as they are stored on all mesh dimensions, which then exchange rows of tokens in place of weights. On mesh
+    dimensions in `sequence` the values between tensor-parallel regions hold a part of each sequence (dimension 1).
     """
 
     mesh: Mapping[str, int]
@@ -61,6 +62,7 @@ class ShardingPlan:
     inputs: tuple[ShardingRule, ...] = ()
     outputs: tuple[ShardingRule, ...] = ()
     gathered: tuple[str, ...] = ()
+    local: tuple[str, ...] = ()
     sequence: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -86,8 +88,25 @@ class ShardingPlan:
 
     def computed(self, name: str) -> Placements:
         """How a parameter or buffer is computed with: as it is stored, whole on the `gathered` mesh dimensions."""
+        if self.is_local(name):
+            return self.stored(name)
         pairs = zip(self.stored(name), self.mesh, strict=True)
         return tuple(Replicate() if dim in self.gathered else p for p, dim in pairs)
+
+    def is_local(self, name: str) -> bool:
+        """Whether a parameter is never gathered."""
+        return any(fnmatchcase(name, pattern) for pattern in self.local)
+
+    @property
+    def expert_dims(self) -> tuple[str, ...]:
+        """Mesh dimensions that divide parameters which are never gathered."""
+        rules = [r for r in self.parameters if r.pattern in self.local]
+        return tuple(d for d in self.mesh if any(r.placements.get(d, "replicate") != "replicate" for r in rules))
+
+    @property
+    def whole_dims(self) -> tuple[str, ...]:
+        """Mesh dimensions whose ranks compute with the same samples."""
+        return tuple(d for d in self.mesh if d not in self.gathered)
 
     def gradient(self, name: str) -> Placements:
         """Where a parameter's gradient ends."""
@@ -124,7 +143,7 @@ class ShardingPlan:
         """The inverse of `to_dict`. Raises ShardingPlanError on unknown or missing fields."""
         try:
             rules: Any = {k: tuple(ShardingRule(**r) for r in values.get(k, ())) for k in _RULES}
-            names: Any = {k: tuple(values.get(k, ())) for k in ("gathered", "sequence")}
+            names: Any = {k: tuple(values.get(k, ())) for k in ("gathered", "local", "sequence")}
             unknown = set(values) - {"mesh", *rules, *names}
             if unknown:
                 raise ShardingPlanError(f"a sharding plan has no field {', '.join(sorted(unknown))}.")

@@ -127,7 +127,7 @@ def test_no_pass_looks_at_a_device_name(module):
 
 
 # Sharding decides with DTensor's placements and rules, on a mesh that its caller has made.
-SHARDING = {"shard_embedding", "shard_graph", "shard_masks", "sharding", "strategies"}
+SHARDING = {"shard_embedding", "shard_experts", "shard_graph", "shard_masks", "sharding", "strategies"}
 MAKES_GROUPS = {"init_process_group", "new_group", "init_device_mesh", "DeviceMesh.from_group"}
 
 
