@@ -80,10 +80,10 @@ class CollectiveDecider:
     def _lossless(self, c: Collective) -> tuple[WireFormat, str]:
         source = self.decisions.get(str(key_of(root(c.source))))
         if source is not None and source.output in ("bf16", "fp16") and source.output != source.traced:
-            return parse_wire(source.output), f"{source.key} is stored in {source.output}"
+            return parse_wire(source.output), f"stored in {source.output} before it is sent"
         if c.kind == "all_to_all" and all(self._reads_eight_bits(r) for r in self.rank.readers(c)):
             return parse_wire("fp8"), "only products of fp8, scaled 1x128, read it"
-        if c.kind == "all_gather":
+        if c.kind in ("all_gather", "all_to_all"):
             wanted = {self._reads_in(r, c) for r in self.rank.readers(c)}
             one = wanted.pop() if len(wanted) == 1 else None
             if one in ("bf16", "fp16"):

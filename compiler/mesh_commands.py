@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import InvalidOptionError
@@ -19,7 +19,7 @@ from ..passes.parallel_candidates import BATCH_DIMS
 from ..passes.plan import PrecisionPlan, Rule
 from ..passes.sharding import ShardingRule
 from .cli_mesh import MeshArguments
-from .mesh_planning import MeshRequest, plan_for_mesh
+from .mesh_planning import MeshRequest, plan_for_mesh, without_gradients
 from .model_building import LoadedModel
 
 
@@ -42,7 +42,7 @@ def plan_on_mesh(
     args, kwargs = loaded.args, loaded.kwargs
     if not given_inputs:
         args, kwargs = for_every_rank((args, kwargs), arguments.mesh)
-    model = loaded.module if training else _frozen(loaded.module)
+    model = loaded.module if training else without_gradients(loaded.module)
     return plan_for_mesh(model, args, kwargs, device, cluster, request, rules=rules, source=loaded.source)
 
 
@@ -59,7 +59,3 @@ def for_every_rank(inputs: Any, mesh: dict[str, int]) -> Any:
         return torch.empty(shape, dtype=x.dtype, device="meta")
 
     return tree_map_only(Tensor, larger, inputs)
-
-
-def _frozen(model: nn.Module) -> nn.Module:
-    return model.requires_grad_(False)

@@ -104,8 +104,8 @@ def plan_for_mesh(
     Raises CaptureError, ShardingPlanError, IndivisibleError, UnshardableError, ClusterError, InvalidOptionError and
     PlanHardwareError.
     """
-    capture, repeats = capture_folded(model, args, kwargs, [*rules, *request.sharding_rules])
     with fake_mesh(request.mesh) as mesh:
+        capture, repeats = capture_folded(model, args, kwargs, [*rules, *request.sharding_rules])
         planner = _Planner(capture, repeats, mesh, device, cluster, request, rules)
         tried = planner.search()
     best = min(tried, key=lambda p: (not p.memory.fits, p.memory.total if not p.memory.fits else 0, p.step.total_us))
@@ -115,6 +115,12 @@ def plan_for_mesh(
             device.id, best.memory.total / 1e9, best.memory.available / 1e9,
         )  # fmt: skip
     return _plan(best, tried, planner, source)
+
+
+def without_gradients(model: nn.Module) -> nn.Module:
+    """A copy of a model on the meta device, for inference."""
+    copied, _ = fold_blocks(model, fold=False)
+    return copied.requires_grad_(False)
 
 
 def capture_folded(

@@ -3,41 +3,48 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..codegen.collective_nodes import Collective, find_collectives
 from ..codegen.collectives import rewrite_collectives
 from ..errors import InvalidOptionError, ShardingPlanError
+from ..hardware_db.detect import detect, resolve_hardware
+from ..passes.keys import key_of
+from ..passes.mesh_plan import MeshPlan
 from ..passes.parallel_candidates import propose
+from ..passes.plan import PrecisionPlan, load_plan
 from ..passes.shard_graph import shard_graph
 from ..passes.sharding import ShardingPlan, ShardingRule
 from ..passes.wire_formats import FP32, WireFormat, parse_wire
+from .block_folding import Repeats
+from .collective_decisions import is_worth_encoding
 from .joint_capture import JointCapture, capture_joint, check_names
 from .mesh_groups import use_own_groups
+from .pipeline import check_plan_hardware
 from .plan_agreement import agree, collectives_digest
+from .rank_graph import RankGraph
 from .sharded_execution import Executor, build_halves
+from .sharded_formats import Formats
 from .sharded_module import ShardedModule
 
 log = logging.getLogger("dsmp")
-
-LEAST_VALUES = 1024
-"""Collectives of fewer values take a message's latency, whatever their format."""
 
 
 def parallelize(
     model: nn.Module,
     mesh: DeviceMesh,
-    plan: ShardingPlan | Literal["auto"] = "auto",
+    plan: ShardingPlan | PrecisionPlan | str | os.PathLike[str] = "auto",
     *,
     inputs: Sequence[Any] | Mapping[str, Any],
     rules: Sequence[ShardingRule] = (),
     zero: int = 0,
     sequence: bool = False,
-    wire: str | Mapping[str, str] = "fp32",
+    wire: str | Mapping[str, str] | None = None,
+    hardware: str | None = None,
     executor: Executor = "eager",
 ) -> ShardedModule:
     """Cut a model into this rank's part of a mesh; every rank calls it with the same arguments.
@@ -47,51 +54,103 @@ def parallelize(
             are taken from rank 0; on the meta device they stay there.
         mesh: a DeviceMesh with named dimensions, made by the caller.
         plan: where everything lies, or "auto": data parallel on dimensions called dp, data or fsdp, tensor parallel on
-            one called tp, tensor or model.
+            one called tp, tensor or model. Or a precision plan that was made for a mesh (`dsmp.plan(..., mesh=...)`),
+            or the path of its file: then nodes are computed, and collectives sent, in the formats that it says.
         inputs: example inputs of the whole model, of global shapes: positional as a sequence, or by name as a mapping.
         rules: for parameters; they win over the plan's own.
         zero: with "auto", the ZeRO stage of the data-parallel dimension: 2 divides gradients, 3 parameters, too.
         sequence: with "auto", divide sequences over the tensor-parallel dimension where the model is not.
         wire: how collectives send: "fp32" (as they are), "bf16", "int8", "int4", "int8:64" ..., for all of them or per
-            mesh dimension, as in {"dp": "int8"}. Losses, statistics (one value per row) and what has fewer than
-            LEAST_VALUES values stay as they are. `sent` of the result says what each collective sends.
+            mesh dimension, as in {"dp": "int8"}; by default as the plan says, without a precision plan as they are.
+            Losses, statistics (one value per row) and what has fewer than LEAST_VALUES values stay as they are. `sent`
+            of the result says what each collective sends.
+        hardware: a device by whose tier formats of nodes are chosen ("auto": the running one); by default the plan's
+            own formats, without a precision plan those that the model was written in. `audit` of the result says what
+            runs for each node.
         executor: "eager" runs the graphs op by op, "inductor" compiles them.
 
     Raises ShardingPlanError for a plan that does not fit the model or the mesh, IndivisibleError for sizes that the
     mesh does not divide, UnshardableError for operators without a sharded form, CaptureError for a model that cannot be
     traced, RanksDisagreeError where ranks hold different plans or models, UnknownWireFormatError and
-    InvalidWireFormatError for a wire format, InvalidOptionError for one of a dimension that the mesh lacks.
+    InvalidWireFormatError for a wire format, InvalidOptionError for one of a dimension that the mesh lacks,
+    PlanSchemaError for a file that is no plan, UnknownHardwareError and PlanHardwareError for its device.
     """
+    precision = _precision_plan(plan)
     wires = _wires(mesh, wire)
+    formats = _formats(mesh, precision, hardware)
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     capture = capture_joint(model, args, kwargs, device=mesh.device_type)
-    plan = plan_for(mesh, plan, capture, rules, zero=zero, sequence=sequence)
-    agree(mesh, plan.digest(), "sharding plans")
-    graph = shard_graph(capture.gm, mesh, plan, capture.names)
+    where = _sharding(plan) if precision is None else ShardingPlan.from_dict(_mesh_plan(precision).sharding)
+    where = plan_for(mesh, where, capture, rules, zero=zero, sequence=sequence)
+    agree(mesh, f"{where.digest()} {formats.digest if formats is not None else ''}", "plans")
+    graph = shard_graph(capture.gm, mesh, where, capture.names)
     use_own_groups(graph.gm, mesh)
-    sent = rewrite_collectives(graph.gm, _chosen(find_collectives(graph.gm), wires))
+    groups: dict[str, str] = {mesh.get_group(i).group_name: name for i, name in enumerate(where.mesh)}
+    rank = RankGraph(graph, groups, Repeats())
+    chosen = _chosen(rank, wires if wires or precision is None or wire is not None else _mesh_plan(precision).wires)
+    audit = formats.apply(graph) if formats is not None else None
+    sent = rewrite_collectives(graph.gm, chosen)
     agree(mesh, collectives_digest(graph, mesh), "collectives in the graph")
-    return ShardedModule(model, mesh, plan, capture, graph, build_halves(graph.gm, executor), sent)
+    return ShardedModule(model, mesh, where, capture, graph, build_halves(graph.gm, executor), sent, audit)
 
 
-def _chosen(collectives: Sequence[Collective], wires: Mapping[str, WireFormat]) -> dict[fx.Node, WireFormat]:
-    """The formats of collectives that are large enough to matter, from formats by group."""
-    return {
-        c.start: wires[c.group]
-        for c in collectives
-        if c.group in wires and c.value.numel() >= LEAST_VALUES and c.value.shape[-1] > 1
-    }
+def _precision_plan(plan: Any) -> PrecisionPlan | None:
+    """The precision plan that is given, or whose file is."""
+    if isinstance(plan, os.PathLike) or (isinstance(plan, str) and plan.endswith(".json")):
+        return load_plan(plan)
+    return plan if isinstance(plan, PrecisionPlan) else None
 
 
-def _wires(mesh: DeviceMesh, wire: str | Mapping[str, str]) -> dict[str, WireFormat]:
-    """The format of the collectives of each process group that are not to stay as they are, by the group's name."""
+def _sharding(plan: Any) -> ShardingPlan | Literal["auto"]:
+    if isinstance(plan, ShardingPlan):
+        return plan
+    if plan != "auto":
+        allowed = "'auto', a ShardingPlan, a PrecisionPlan for a mesh, or the path of its file, NAME.json"
+        raise ShardingPlanError(f"plan is {plan!r}; allowed: {allowed}.")
+    return "auto"
+
+
+def _mesh_plan(plan: PrecisionPlan) -> MeshPlan:
+    if plan.mesh is None:
+        raise ShardingPlanError(
+            f"the plan for {plan.model.source} is for one {plan.hardware}: it does not say where anything lies. Make "
+            "it for a mesh (dsmp.plan(..., mesh={'dp': 2}), dsmp plan --mesh dp=2), or give a ShardingPlan."
+        )
+    return plan.mesh
+
+
+def _formats(mesh: DeviceMesh, plan: PrecisionPlan | None, hardware: str | None) -> Formats | None:
+    """What decides formats; None where nodes stay as they are written."""
+    if plan is None and hardware is None:
+        return None
+    running = resolve_hardware("cpu") if mesh.device_type == "cpu" else detect()
+    wanted = plan.hardware if plan is not None and hardware is None else hardware
+    device = running if wanted in ("auto", running.id) else resolve_hardware(wanted)
+    if plan is None:
+        return Formats(device=device, running=running)
+    check_plan_hardware(plan, device)
+    return Formats(device=device, running=running, plan=plan)
+
+
+def _chosen(rank: RankGraph, wires: Mapping[str, str | WireFormat]) -> dict[fx.Node, WireFormat]:
+    """The formats of collectives that are large enough to matter, from formats by key or mesh dimension."""
+    found = {}
+    for c in rank.collectives:
+        wanted = wires.get(str(key_of(c.start)), wires.get(rank.dim(c)))
+        wire = parse_wire(wanted) if isinstance(wanted, str) else wanted
+        if wire is not None and wire != FP32 and c.kind != "all_to_all" and is_worth_encoding(c):
+            found[c.start] = wire
+    return found
+
+
+def _wires(mesh: DeviceMesh, wire: str | Mapping[str, str] | None) -> dict[str, WireFormat]:
+    """The formats asked for, by mesh dimension."""
     names = mesh.mesh_dim_names or ()
-    by_dim = dict.fromkeys(names, wire) if isinstance(wire, str) else dict(wire)
+    by_dim = dict.fromkeys(names, wire) if isinstance(wire, str) else dict(wire or {})
     unknown = [dim for dim in by_dim if dim not in names]
     if unknown:
         raise InvalidOptionError("wire", wire, f"a format, or formats by mesh dimension ({', '.join(names)})")
-    found = {dim: parse_wire(text) for dim, text in by_dim.items()}
-    return {mesh.get_group(dim).group_name: format for dim, format in found.items() if format != FP32}
+    return {dim: parse_wire(text) for dim, text in by_dim.items()}
 
 
 def plan_for(
@@ -108,8 +167,6 @@ def plan_for(
         raise ShardingPlanError("the mesh's dimensions have no names; make it with mesh_dim_names=('dp', 'tp').")
     sizes = {name: mesh.size(i) for i, name in enumerate(mesh.mesh_dim_names)}
     if isinstance(plan, str):
-        if plan != "auto":
-            raise ShardingPlanError(f"plan is {plan!r}; allowed: 'auto' or a ShardingPlan.")
         found = propose(capture.gm, sizes, capture.names, zero=zero, sequence=sequence)
         for verdict in found.verdicts:
             if not verdict:

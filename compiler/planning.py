@@ -11,15 +11,19 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from ..errors import InputSpecError, InvalidOptionError
+from ..hardware_db.catalog import load_catalog
+from ..hardware_db.cluster import cluster_of
 from ..hardware_db.detect import resolve_hardware
 from ..hardware_db.overlays import HardwareFile
 from ..passes.plan import PrecisionPlan, Rule, parse_rules
 from ..passes.program import Cost, DriftKind
 from ..passes.scores import Scores, load_scores
+from ..passes.sharding import ShardingRule
 from .batches import Loss, split_inputs
 from .calibrated import Calibration, calibrate, check_measurable, plan_from_scores
 from .capture import capture
 from .input_spec import required_inputs
+from .mesh_planning import MeshRequest, plan_for_mesh, without_gradients
 from .pipeline import make_plan
 
 
@@ -42,6 +46,12 @@ def plan(
     tied: bool = True,
     draws: int = 2,
     scores: Scores | str | os.PathLike[str] | None = None,
+    mesh: Mapping[str, int] | None = None,
+    node: str | None = None,
+    zero: int | None = None,
+    sequence: bool | None = None,
+    wire: str | Mapping[str, str] | None = None,
+    sharding_rules: Iterable[ShardingRule] = (),
 ) -> PrecisionPlan:
     """Plan the numeric format of every node of a model's forward and backward graph.
 
@@ -66,8 +76,18 @@ def plan(
     * `scores`: what an earlier calibration measured (`dsmp.measure_scores`), in place of calibrating again; the plan is
       then not tried out.
 
+    With a `mesh`, ranks by dimension ({"dp": 256, "tp": 8}, outermost first), the plan also says where every parameter
+    lies, what every collective sends, and the time and memory of a rank; no process group and no device is needed.
+    `inputs` are those of all ranks together.
+
+    * `node`: the machine of several devices whose links are priced ("hgx-h800"); by default the one of `hardware`.
+    * `zero`, `sequence`: the ZeRO stage, and whether sequences are divided over tp; by default what is fastest of what
+      fits. `sharding_rules` place single parameters.
+    * `wire`: what collectives send, one format or formats by mesh dimension; by default what loses nothing.
+
     Raises CaptureError, InputSpecError, UnknownHardwareError, HardwareDataError, RuleError, PlanHardwareError; with
-    calibration CalibrationError, LossError, BudgetError, ScoresError.
+    calibration CalibrationError, LossError, BudgetError, ScoresError; with a mesh ShardingPlanError, IndivisibleError,
+    UnshardableError, ClusterError.
 
         plan = dsmp.plan(model, x, hardware="h800")
         plan.save("plan.json")
@@ -75,6 +95,9 @@ def plan(
 
         plan = dsmp.plan(model, hardware="h800", calibration=batches, budget="0.5%")
         cheaper = plan.solve(budget=0.01)
+
+        plan = dsmp.plan(model, inputs, hardware="h800", mesh={"dp": 256, "tp": 8})
+        sharded = dsmp.parallelize(model, mesh, plan, inputs=inputs)
     """
     device = resolve_hardware(hardware, hardware_file)
     checked = parse_rules(rules)
@@ -93,6 +116,20 @@ def plan(
         raise InvalidOptionError("calibration", "an exported program", "a module: calibrate before exporting it")
     if not args and not named:
         _check_needs_none(model)
+    if mesh is not None:
+        if calibration is not None or scores is not None:
+            raise InvalidOptionError("mesh", dict(mesh), "without calibration: a mesh is planned by the device's tier")
+        if not isinstance(model, nn.Module):
+            raise InvalidOptionError("mesh", dict(mesh), f"with a module, not a {type(model).__name__}")
+        request = MeshRequest(mesh=mesh, zero=zero, sequence=sequence, sharding_rules=tuple(sharding_rules), wire=wire)
+        cluster = cluster_of(load_catalog(hardware_file), device.id, node)
+        name = source or type(model).__name__
+        shown = model if training else without_gradients(model)
+        return plan_for_mesh(shown, args, named, device, cluster, request, rules=checked, source=name)
+    stray = {"node": node, "zero": zero, "sequence": sequence, "wire": wire, "sharding_rules": tuple(sharding_rules)}
+    for option, value in stray.items():
+        if value not in (None, ()):
+            raise InvalidOptionError(option, value, "with a mesh")
     with torch.inference_mode(False):
         captured = capture(model, args, named, training=training, source=source)
         if calibration is not None:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..codegen.audit import Audit
 from ..codegen.sending import Sent
 from ..errors import InputSpecError
 from ..passes.graph import output_node, placeholders
@@ -27,7 +28,8 @@ class ShardedModule(nn.Module):
 
     A result that is whole on every rank is a plain tensor, one that stays divided a DTensor. The gradient of a
     parameter is a DTensor with the placements that the plan has for gradients; a loss is that of all ranks together,
-    so no further averaging of gradients is needed. `sent` are the collectives for which a wire format was asked.
+    so no further averaging of gradients is needed. `sent` are the collectives for which a wire format was asked,
+    `audit` says what runs for each planned node (None where no formats were planned).
     """
 
     def __init__(
@@ -39,9 +41,10 @@ class ShardedModule(nn.Module):
         graph: ShardedGraph,
         halves: Halves,
         sent: Sequence[Sent] = (),
+        audit: Audit | None = None,
     ) -> None:
         super().__init__()
-        self.sent = tuple(sent)
+        self.sent, self.audit = tuple(sent), audit
         self.mesh, self.sharding_plan, self.graph = mesh, plan, graph
         self._capture, self._halves = capture, halves
         seen: dict[int, Any] = {}

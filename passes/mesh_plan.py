@@ -128,6 +128,11 @@ class MeshPlan(PlanModel):
         return self
 
     @property
+    def wires(self) -> dict[str, str]:
+        """The wire format of every collective, by key."""
+        return {c.key: c.wire for c in self.collectives}
+
+    @property
     def mesh(self) -> dict[str, int]:
         """Ranks by mesh dimension, outermost first."""
         return dict(self.sharding["mesh"])

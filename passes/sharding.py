@@ -136,7 +136,7 @@ class ShardingPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON holds them."""
-        return asdict(self)
+        return dict(json.loads(json.dumps(asdict(self))))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ShardingPlan:
