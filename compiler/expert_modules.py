@@ -62,6 +62,13 @@ def find_experts(model: nn.Module, globs: Sequence[str] | None = None) -> list[E
     for e in found:
         if getattr(e.module, "_is_expert_parallel", False):
             raise ExpertsError(f"the experts of {e.name} are divided by transformers already. Load the model without.")
+        # a loop over experts would average its gradient as often as experts are met, which differs between ranks
+        common = [n for n, p in e.module.named_parameters() if p.requires_grad and n not in e.weights]
+        if common:
+            raise ExpertsError(
+                f"{e.name} holds parameters that its experts share ({', '.join(common)}). Move them out of it, or call "
+                "requires_grad_(False) on them."
+            )
     return found
 
 
