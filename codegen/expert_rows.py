@@ -62,12 +62,12 @@ def route(compute: Compute, x: Tensor, index: Tensor, weights: Tensor, exchange:
     back = (received, sent, exchange.group, exchange.combine, exchange.gradients)
     results = exchange_rows(compute(exchange_rows(x[order // k], *there), experts), *back)
     found = torch.zeros_like(results).index_copy(0, order, results)
-    weighted = found.view(*index.shape, -1) * weights.unsqueeze(-1)
+    weighted = found.view(*index.shape, found.shape[1]) * weights.unsqueeze(-1)
     return weighted.sum(1).to(x.dtype)
 
 
 class _Shared(torch.autograd.Function):
-    """A weight that all ranks' tokens meet on one rank: of the mean of the ranks' losses it has a share of 1 / ranks."""
+    """A weight that all ranks' tokens meet on one rank: its gradient counts 1 / ranks in that of the mean loss."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ranks: int) -> Tensor:

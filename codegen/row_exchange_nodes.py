@@ -13,7 +13,6 @@ from ..passes.keys import key_of
 from ..passes.wire_formats import parse_wire
 
 
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowExchange:
     """One all-to-all of rows: the key of the node that gives them, among how many ranks, the format, the bytes of a

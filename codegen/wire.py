@@ -174,7 +174,7 @@ def _packed(codes: Tensor, wire: WireFormat) -> Tensor:
         return whole
     if whole.shape[1] % 2:
         whole = pad(whole, (0, 1))
-    pairs = whole.unflatten(1, (whole.shape[1] // 2, 2))
+    pairs = whole.reshape(whole.shape[0], whole.shape[1] // 2, 2)
     return (pairs[..., 0] & 0x0F) | (pairs[..., 1] << 4)
 
 
@@ -193,7 +193,7 @@ def _in_blocks(x: Tensor, block: int) -> Tensor:
     size = min(block, x.shape[1])
     missing = -x.shape[1] % size
     whole = pad(x, (0, missing)) if missing else x
-    return whole.unflatten(1, (whole.shape[1] // size, size))  # there may be no rows, so that -1 would say nothing
+    return whole.reshape(whole.shape[0], whole.shape[1] // size, size)  # of no rows -1 would say nothing
 
 
 def _narrowed(x: Tensor, wire: WireFormat, dtype: torch.dtype) -> Tensor:

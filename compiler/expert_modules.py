@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -37,6 +38,11 @@ class Experts:
     arguments: tuple[str, ...]
 
     @property
+    def shown(self) -> str:
+        """The name, or the class of a module that is the whole model."""
+        return self.name or type(self.module).__name__
+
+    @property
     def counts(self) -> list[str]:
         """Attributes in which the module keeps the number of its experts."""
         return [n for n in _COUNTS if getattr(self.module, n, None) == self.count]
@@ -50,24 +56,24 @@ def find_experts(model: nn.Module, globs: Sequence[str] | None = None) -> list[E
     found = [e for name, module in model.named_modules() if (e := _experts(name, module)) is not None]
     for glob in globs or ():
         if not any(fnmatchcase(e.name, glob) for e in found):
-            known = ", ".join(e.name for e in found) or "none"
+            known = ", ".join(e.shown for e in found) or "none"
             raise ExpertsError(f"{glob!r} names no module of experts of {type(model).__name__}; found: {known}.")
     if globs is not None:
         found = [e for e in found if any(fnmatchcase(e.name, glob) for glob in globs)]
     if not found:
         raise ExpertsError(
-            f"{type(model).__name__} has no module of experts: one whose parameters are [experts, ...], at least one of "
-            "them 3-D, and that is called as experts(hidden_states, top_k_index, top_k_weights)."
+            f"{type(model).__name__} has no module of experts: one whose parameters are [experts, ...], at least one "
+            "of them 3-D, and that is called as experts(hidden_states, top_k_index, top_k_weights)."
         )
     for e in found:
         if getattr(e.module, "_is_expert_parallel", False):
-            raise ExpertsError(f"the experts of {e.name} are divided by transformers already. Load the model without.")
+            raise ExpertsError(f"the experts of {e.shown} are divided by transformers already. Load the model without.")
         # a loop over experts would average its gradient as often as experts are met, which differs between ranks
         common = [n for n, p in e.module.named_parameters() if p.requires_grad and n not in e.weights]
         if common:
             raise ExpertsError(
-                f"{e.name} holds parameters that its experts share ({', '.join(common)}). Move them out of it, or call "
-                "requires_grad_(False) on them."
+                f"{e.shown} holds parameters that its experts share ({', '.join(common)}). Move them out of it, or "
+                "call requires_grad_(False) on them."
             )
     return found
 
@@ -78,15 +84,11 @@ def _experts(name: str, module: nn.Module) -> Experts | None:
     if len(counts) != 1:
         return None
     (count,) = counts
-    arguments = [
-        p for p in inspect.signature(module.forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD
-    ]
+    arguments = [p for p in inspect.signature(module.forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     if len(arguments) != 3:
         return None
     weights = tuple(n for n, p in own.items() if p.dim() and p.shape[0] == count)
-    return Experts(
-        name=name, module=module, count=count, weights=weights, arguments=tuple(a.name for a in arguments)
-    )
+    return Experts(name=name, module=module, count=count, weights=weights, arguments=tuple(a.name for a in arguments))
 
 
 def check_share(experts: Experts, ranks: int) -> None:
@@ -114,17 +116,24 @@ def check_share(experts: Experts, ranks: int) -> None:
             x = torch.linspace(-1, 1, 3 * columns).cos().view(3, columns).to(first)
             index = torch.arange(3, device=first.device).unsqueeze(1) % own
             weights = torch.tensor([[0.5], [-1.5], [2.0]]).to(first)
-            try:
-                with torch.no_grad():
-                    whole, part = module(x, index, weights), share(x, index, torch.ones_like(weights)) * weights
-            except (RuntimeError, ValueError, TypeError, IndexError):
-                continue
-            if whole.shape == x.shape:
-                _compare(experts, whole.double(), part.double())
+            whole = _called(module, x, index, weights)
+            if whole is not None and whole.shape == x.shape:
+                part = _called(share, x, index, torch.ones_like(weights))
+                _compare(experts, whole.double(), None if part is None else (part * weights).double())
                 return
     finally:
         module.train(training)
-    log.warning("the experts of %s could not be tried with few tokens", experts.name)
+    log.warning("the experts of %s could not be tried with few tokens", experts.shown)
+
+
+def _called(module: nn.Module, *args: Tensor) -> Tensor | None:
+    """What a module returns; None where it cannot take its arguments."""
+    try:
+        with torch.no_grad():
+            result: Tensor = module(*args)
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return None
+    return result
 
 
 def _widths(experts: Experts) -> list[int]:
@@ -133,11 +142,12 @@ def _widths(experts: Experts) -> list[int]:
     return list(dict.fromkeys(size for shape in shapes if len(shape) == 3 for size in (shape[2], shape[1])))
 
 
-def _compare(experts: Experts, whole: Tensor, part: Tensor) -> None:
-    error = float((whole - part).norm() / whole.norm())
+def _compare(experts: Experts, whole: Tensor, part: Tensor | None) -> None:
+    error = math.inf if part is None else float((whole - part).norm() / whole.norm())
     if error > _TOLERANCE:
+        what = "cannot be called" if part is None else f"is off by {error:.2g}"
         raise ExpertsError(
-            f"a share of the experts of {experts.name} does not compute what all of them do (relative difference "
-            f"{error:.2g}). The module has to turn each row into a result times its weight, and to read the number of "
-            f"its experts from its weights or from an attribute {' or '.join(_COUNTS)}."
+            f"a share of the experts of {experts.shown} does not compute what all of them do: it {what}. The module "
+            "has to turn each row into a result times its weight, and to read the number of its experts from its "
+            f"weights or from an attribute {' or '.join(_COUNTS)}."
         )

@@ -1,4 +1,4 @@
-"""`dsmp.expert_parallel`: the experts of a model divided among ranks, each of which works on its own part of a batch."""
+"""`dsmp.expert_parallel`: the experts of a model divided among ranks, each of which has its own part of a batch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def expert_parallel(
     check_averageable(model)
     found = find_experts(model, experts)
     reasons = [
-        f"{mesh.size()} ranks do not divide the {e.count} experts of {e.name}" for e in found if e.count % mesh.size()
+        f"{mesh.size()} ranks do not divide the {e.count} experts of {e.shown}" for e in found if e.count % mesh.size()
     ]
     if reasons:
         raise IndivisibleError(reasons)
@@ -146,7 +146,7 @@ def _divide(experts: Experts, mesh: DeviceMesh, exchange: Exchange, shares: dict
     for name in experts.weights:
         whole: Any = module._parameters[name]
         if id(whole) not in shares:
-            local = shards_of(whole, mesh, [Shard(0)]).to_local()
+            local = shards_of(whole, mesh, (Shard(0),)).to_local()
             shares[id(whole)] = nn.Parameter(local.clone(), whole.requires_grad)
         module._parameters[name] = shares[id(whole)]
     for name in experts.counts:

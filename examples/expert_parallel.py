@@ -85,8 +85,8 @@ def main() -> None:
             print(f"step {step:2d}  on the mesh {mean.item():.6f}  in one process {theirs.item():.6f}")
     if rank == 0:
         for way in ("dispatch", "combine"):
-            sent = parse_wire(formats[way]).payload_bytes(WIDTH)
-            print(f"{way} as {formats[way]}: {sent * TOKENS * CHOSEN:,} bytes a rank and layer, of {4 * WIDTH * TOKENS * CHOSEN:,}")
+            rows, sent = TOKENS * CHOSEN, parse_wire(formats[way]).payload_bytes(WIDTH)
+            print(f"{way} as {formats[way]}: {rows * sent:,} bytes a rank and layer, of {rows * 4 * WIDTH:,} in fp32")
     dist.destroy_process_group()
 
 

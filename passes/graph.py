@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
@@ -155,7 +154,7 @@ def expect_size(size: int | torch.SymInt, expected: int) -> None:
     if isinstance(size, torch.SymInt) and size.node.hint is None:
         known = _EXPECTED.setdefault(size.node.shape_env, {})
         for symbol in size.node.expr.free_symbols:
-            known.setdefault(symbol, sympy.Integer(expected))
+            known.setdefault(symbol, symbol - symbol + expected)
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:

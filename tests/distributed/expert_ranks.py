@@ -112,15 +112,15 @@ class Loop(nn.Module):
 
 
 class Miscounted(Loop):
-    """Its number of experts is where nobody looks for it: the last expert takes what has no other."""
+    """Counts its experts where nobody looks for it, and from the last."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.last, self.n_experts = 3, 0
+        self.total = 4
 
     def forward(self, states: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        up = self.up[chosen[:, 0].clamp_max(len(self.up) - 1)] * (self.last - chosen[:, :1, None])
-        return (states.unsqueeze(1) @ up).squeeze(1)[:, : states.shape[1]] * shares[:, :1]
+        up = self.up[self.total - 1 - chosen]
+        return (states[:, None, None] @ up).sum((1, 2))[:, : states.shape[1]] * shares
 
 
 class Squared(Loop):
@@ -183,7 +183,8 @@ def routed(kind: str, case: str) -> dict[str, float]:
         chosen = torch.rand(count, 4, generator=generator).topk(k).indices
         if case == "one expert":
             chosen = torch.full((count, k), 3)
-        inputs.append((x.requires_grad_(), chosen, shares.requires_grad_(), torch.randn(count, 12, generator=generator)))
+        probe = torch.randn(count, 12, generator=generator)
+        inputs.append((x.requires_grad_(), chosen, shares.requires_grad_(), probe))
     results = [whole(*i[:3]) for i in inputs]
     sum(((y * i[3]).sum() for y, i in zip(results, inputs, strict=True)), torch.zeros(())).div(ranks).backward()
     x, chosen, shares, probe = inputs[rank]
@@ -257,7 +258,7 @@ def states(folder: str) -> dict[str, bool]:
 
 
 def adopted(wires: dict[str, str]) -> dict[str, Any]:
-    """Three steps of Adam on the net, divided and in one process: the largest difference of a parameter, and buffers."""
+    """Three steps of Adam on the net, divided and in one process: the largest difference of a parameter; buffers."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     whole = net()
     divided = dsmp.expert_parallel(copy.deepcopy(whole), mesh(), **wires)
@@ -271,8 +272,10 @@ def adopted(wires: dict[str, str]) -> dict[str, Any]:
             optimizer.step()
     worst = 0.0
     for n, p in divided.named_parameters():
-        exact = whole.get_parameter(n)
-        worst = max(worst, float((p - (exact if exact.shape == p.shape else exact.chunk(ranks)[rank])).abs().max()))
+        exact = whole.get_parameter(n).detach()
+        worst = max(
+            worst, float((p.detach() - (exact if exact.shape == p.shape else exact.chunk(ranks)[rank])).abs().max())
+        )
     return {"difference": worst, "buffers": [n for n, _ in divided.named_buffers()]}
 
 

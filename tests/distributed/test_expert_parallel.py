@@ -51,7 +51,7 @@ def test_narrow_formats_cost_what_they_round(
         assert rank["loss"] < 1e-3
 
 
-@pytest.mark.parametrize("kind", ["loop", "eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("kind", ["loop", "eager", "batched_mm", pytest.param("grouped_mm", marks=pytest.mark.slow)])
 def test_any_routing(two_ranks: Ranks, kind: str) -> None:
     for case in ("random", "one expert", "top 1", "top 3", "a rank without tokens"):
         for apart in two_ranks.run(routed, kind, case):
