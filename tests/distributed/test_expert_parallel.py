@@ -17,7 +17,7 @@ NARROW = {"dispatch": "fp8", "combine": "bf16"}
     ("name", "options"),
     [
         ("mixtral", EAGER),
-        ("deepseek_v3", EAGER),
+        pytest.param("deepseek_v3", EAGER, marks=pytest.mark.slow),
         pytest.param("mixtral", None, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", EAGER, marks=pytest.mark.slow),
         pytest.param("mixtral", INDUCTOR, marks=pytest.mark.slow),
@@ -103,6 +103,7 @@ def test_mistakes_have_remedies(two_ranks: Ranks) -> None:
         assert "2 ranks do not divide the 3 experts" in found["three experts"]
 
 
+@pytest.mark.slow
 def test_the_plan_keeps_the_router_wide_and_shows_what_is_sent(two_ranks: Ranks) -> None:
     rules = {"*experts|fprop|grouped_mm|0": "fp8_e4m3"}
     mixtral = two_ranks.run(planned, "mixtral", NARROW, rules)[0]
