@@ -19,6 +19,7 @@ from .errors import DsmpError
 if TYPE_CHECKING:
     from .codegen.feedback import compress_gradients
     from .compiler.capture import Capture, capture
+    from .compiler.expert_parallel import expert_parallel
     from .compiler.parallelize import parallelize
     from .compiler.plan_registry import audit, plan_of
     from .compiler.planning import measure_scores, plan
@@ -41,6 +42,7 @@ _HOMES = {
     "audit": ".compiler.plan_registry",
     "capture": ".compiler.capture",
     "compress_gradients": ".codegen.feedback",
+    "expert_parallel": ".compiler.expert_parallel",
     "Scores": ".passes.scores",
     "ShardingPlan": ".passes.sharding",
     "ShardingRule": ".passes.sharding",
@@ -67,6 +69,7 @@ __all__ = [
     "audit",
     "capture",
     "compress_gradients",
+    "expert_parallel",
     "load_plan",
     "load_scores",
     "measure_scores",

@@ -310,3 +310,7 @@ class UnshardableError(DsmpError):
 
 class RanksDisagreeError(DsmpError):
     """Ranks that hold different sharding plans or graphs: their collectives would wait for each other for ever."""
+
+
+class ExpertsError(DsmpError):
+    """A model, a module of experts or a mesh for which experts cannot be divided among ranks."""

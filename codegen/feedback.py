@@ -16,7 +16,7 @@ a step that a gradient scaler skips leaves no trace.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -29,7 +29,8 @@ from ..passes.wire_formats import WireFormat, parse_wire
 from .wire import decode, encode, reduce, row_length
 
 _LOCAL, _OWNER = "_dsmp_ef_", "_dsmp_ef_owner_"
-_MARK = "_dsmp_compressed"
+AVERAGED = "_dsmp_averaged"
+"""Attribute of modules whose parameters have stand-ins that see to their gradients."""
 
 
 def compress_gradients(
@@ -55,24 +56,34 @@ def compress_gradients(
         )
     own = group or dist.group.WORLD
     assert own is not None
-    _check(module)
-    for owner in list(module.modules()):
-        names = [n for n, p in owner._parameters.items() if p is not None and p.requires_grad]
-        if names:
-            _parametrise(owner, names, own.group_name, own.size(), format)
+    check_averageable(module)
+    if not any(p.requires_grad for p in module.parameters()):
+        name = type(module).__name__
+        raise FeedbackError(f"{name} has no parameter that requires a gradient. Set requires_grad before this call.")
+    average_gradients(module, own, format)
     return module
 
 
-def _check(module: nn.Module) -> None:
+def average_gradients(
+    module: nn.Module, group: dist.ProcessGroup, wire: WireFormat, without: Collection[nn.Parameter] = ()
+) -> None:
+    """What `compress_gradients` does to a module that was checked, for all parameters but those in `without`."""
+    left_out = {id(p) for p in without}
+    for owner in list(module.modules()):
+        own = {n: p for n, p in owner._parameters.items() if p is not None and p.requires_grad}
+        names = [n for n, p in own.items() if id(p) not in left_out]
+        if names:
+            _parametrise(owner, names, group.group_name, group.size(), wire)
+
+
+def check_averageable(module: nn.Module) -> None:
+    """Raise FeedbackError for a module whose gradients cannot be averaged by stand-ins, or are averaged already."""
     name = type(module).__name__
     if isinstance(module, nn.parallel.DistributedDataParallel):
         raise FeedbackError("DistributedDataParallel averages gradients itself: pass the module inside it instead.")
-    if any(getattr(m, _MARK, False) for m in module.modules()):
+    if any(getattr(m, AVERAGED, False) for m in module.modules()):
         raise FeedbackError(f"the gradients of {name}, or of a part of it, are compressed already. Call this once.")
-    trained = [p for p in module.parameters() if p.requires_grad]
-    if not trained:
-        raise FeedbackError(f"{name} has no parameter that requires a gradient. Set requires_grad before this call.")
-    if any(isinstance(p, DTensor) for p in trained):
+    if any(isinstance(p, DTensor) for p in module.parameters()):
         raise FeedbackError(
             f"parameters of {name} are DTensors, whose gradients FSDP or the sharding averages. Compress whole "
             "parameters, or leave the wire format to the option 'wire' of the backend."
@@ -81,7 +92,7 @@ def _check(module: nn.Module) -> None:
 
 def _parametrise(owner: nn.Module, names: list[str], group: str, ranks: int, wire: WireFormat) -> None:
     """Put properties in the place of parameters, in a class of the module's own, and residuals beside them."""
-    members: dict[str, Any] = {_MARK: True}
+    members: dict[str, Any] = {AVERAGED: True}
     for name in names:
         parameter = owner._parameters[name]
         assert parameter is not None

@@ -67,6 +67,32 @@ def _(payload: Tensor, counts: Sequence[int], wire: str, dtype: torch.dtype) -> 
     return [payload.new_empty((payload.shape[0], count), dtype=dtype) for count in counts]
 
 
+@torch.library.custom_op("dsmp::wire_encode_rows", mutates_args=())
+def encode_rows(x: Tensor, wire: str) -> Tensor:
+    """The payload of the rows of x [rows, count], uint8 [rows, payload_bytes(count)]: no block has parts of two rows,
+    so that a payload may be cut between any two. There may be no rows.
+    """
+    format = parse_wire(wire)
+    return _encode_rows(x.detach().to(torch.float32, copy=format.name == "fp32"), format)
+
+
+@encode_rows.register_fake
+def _(x: Tensor, wire: str) -> Tensor:
+    return x.new_empty((x.shape[0], parse_wire(wire).payload_bytes(x.shape[1])), dtype=torch.uint8)
+
+
+@torch.library.custom_op("dsmp::wire_decode_rows", mutates_args=())
+def decode_rows(payload: Tensor, count: int, wire: str, dtype: torch.dtype) -> Tensor:
+    """The rows of a payload of `encode_rows`, [rows, count] in `dtype`."""
+    format = parse_wire(wire)
+    return _narrowed(_decode_rows(payload, count, format), format, dtype)
+
+
+@decode_rows.register_fake
+def _(payload: Tensor, count: int, wire: str, dtype: torch.dtype) -> Tensor:
+    return payload.new_empty((payload.shape[0], count), dtype=dtype)
+
+
 @torch.library.custom_op("dsmp::wire_reduce", mutates_args=())
 def reduce(payload: Tensor, counts: Sequence[int], wire: str, dtype: torch.dtype, average: bool) -> list[Tensor]:
     """The sums (means, with `average`) over the rows of a payload: formed in fp32, [count] each, in `dtype`."""
@@ -122,7 +148,7 @@ def _decode_rows(payload: Tensor, count: int, wire: WireFormat) -> Tensor:
     scales = wire.blocks(count)
     codes, scale = payload.split_with_sizes([payload.shape[1] - 2 * scales, 2 * scales], dim=1)
     blocks = _in_blocks(_unpacked(codes, count, wire), wire.block)
-    x = (blocks * _values(scale, torch.bfloat16).float().unsqueeze(2)).reshape(payload.shape[0], -1)
+    x = (blocks * _values(scale, torch.bfloat16).float().unsqueeze(2)).flatten(1)
     return x if x.shape[1] == count else x[:, :count].contiguous()
 
 
@@ -135,7 +161,7 @@ def _quantised(x: Tensor, wire: WireFormat) -> tuple[Tensor, Tensor]:
     finite = amax < _constant(math.inf)
     scale = torch.where(finite, scale, _constant(math.nan))
     codes = round_to((blocks / scale.unsqueeze(2)).nan_to_num_(0.0), format, saturate=True)
-    codes = codes.reshape(x.shape[0], -1)[:, : x.shape[1]]
+    codes = codes.flatten(1)[:, : x.shape[1]]
     return codes, scale.bfloat16()
 
 
@@ -148,7 +174,7 @@ def _packed(codes: Tensor, wire: WireFormat) -> Tensor:
         return whole
     if whole.shape[1] % 2:
         whole = pad(whole, (0, 1))
-    pairs = whole.reshape(whole.shape[0], -1, 2)
+    pairs = whole.reshape(whole.shape[0], whole.shape[1] // 2, 2)
     return (pairs[..., 0] & 0x0F) | (pairs[..., 1] << 4)
 
 
@@ -158,7 +184,7 @@ def _unpacked(codes: Tensor, count: int, wire: WireFormat) -> Tensor:
         return _values(codes, torch.float8_e4m3fn).float()
     if wire.name == "int8":
         return _values(codes, torch.int8).float()
-    pairs = torch.stack([codes & 0x0F, codes >> 4], dim=2).reshape(codes.shape[0], -1)[:, :count]
+    pairs = torch.stack([codes & 0x0F, codes >> 4], dim=2).flatten(1)[:, :count]
     return (pairs ^ 8).to(torch.int8).sub_(8).float()  # the sign bit of 4 bits moved to where int8 has it
 
 
@@ -166,7 +192,8 @@ def _in_blocks(x: Tensor, block: int) -> Tensor:
     """x [rows, count] as [rows, blocks, values of a block], the last block filled up with zeros."""
     size = min(block, x.shape[1])
     missing = -x.shape[1] % size
-    return (pad(x, (0, missing)) if missing else x).reshape(x.shape[0], -1, size)
+    whole = pad(x, (0, missing)) if missing else x
+    return whole.reshape(whole.shape[0], whole.shape[1] // size, size)  # of no rows -1 would say nothing
 
 
 def _narrowed(x: Tensor, wire: WireFormat, dtype: torch.dtype) -> Tensor:

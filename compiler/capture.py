@@ -21,6 +21,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from ..errors import CaptureError, DsmpError
+from ..passes.even_splits import expect_even_splits
 from ..passes.graph import complete_halves, is_joint
 from ..passes.keys import KeyReport, ModuleNames, assign_keys, key_of
 from ..passes.split_backward import split_backward
@@ -65,6 +66,7 @@ class Capture:
 def key_graph(gm: fx.GraphModule, names: ModuleNames, parameters: frozenset[fx.Node]) -> KeyReport:
     """Bring a traced graph into the form decisions refer to: fused backward nodes split, float nodes keyed."""
     complete_halves(gm)
+    expect_even_splits(gm)
     split_backward(gm)
     return assign_keys(gm, names, parameters.__contains__)
 

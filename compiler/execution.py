@@ -11,6 +11,7 @@ from ..codegen.audit import Audit, Entry, Ran
 from ..codegen.collectives import rewrite_collectives
 from ..codegen.lower import merge_backward, protect_mutated_inputs
 from ..codegen.lower_products import Lowering, lower_products
+from ..codegen.row_exchange_nodes import RowExchange, find_row_exchanges
 from ..codegen.sending import Sent, plan_sending, wires_by_key
 from ..hardware_db.capability import Device
 from ..passes.cast_motion import operand_storage
@@ -67,6 +68,7 @@ def apply_decisions(
         products = lower_products(gm, decisions, lowering, frozenset(report.simulated), parameters)
         sent = rewrite_collectives(gm, wires_by_key(gm, wires)) if wires else []
         collectives = [_sent(decisions[s.key], s) for s in sent if s.key in decisions]
+        collectives += [_rows(decisions[r.key], r) for r in find_row_exchanges(gm) if r.key in decisions]
         audit = _audit(gm, decisions, here, [*products, *collectives])
     merge_backward(gm)
     protect_mutated_inputs(gm)
@@ -89,6 +91,12 @@ def _sent(decision: Decision, sent: Sent) -> Entry:
     return Entry.of(decision, f"wire_{sent.wire}", Ran.NATIVE, f"{sent.described}, bucket {sent.bucket}")
 
 
+def _rows(decision: Decision, found: RowExchange) -> Entry:
+    """The entry of an exchange of rows, which the model itself encodes."""
+    ran = Ran.AS_TRACED if found.as_written else Ran.NATIVE
+    return Entry.of(decision, f"wire_{found.wire}" if ran is Ran.NATIVE else "torch", ran, found.described)
+
+
 def _other(decision: Decision) -> Entry:
     """The entry of a node that is no product: it computes as traced, and may be stored narrower."""
     if decision.op == "view" or decision.reason.code == "view":
@@ -99,11 +107,12 @@ def _other(decision: Decision) -> Entry:
 
 
 def with_wires(gm: fx.GraphModule, decisions: Sequence[Decision], wires: Mapping[str, WireFormat]) -> list[Decision]:
-    """The decisions with what becomes of collectives in these formats (globs over keys) as their reasons."""
-    if not wires:
-        return list(decisions)
-    sent = {s.key: s for s in plan_sending(gm, wires_by_key(gm, wires)).values()}
-    return [d.model_copy(update={"reason": _wire_reason(sent[d.key])}) if d.key in sent else d for d in decisions]
+    """The decisions with what becomes of collectives in these formats (globs over keys), and what exchanges of rows
+    send, as their reasons."""
+    sent = plan_sending(gm, wires_by_key(gm, wires)).values() if wires else ()
+    reasons = {s.key: _wire_reason(s) for s in sent}
+    reasons |= {r.key: Reason(code="wire", text=r.described) for r in find_row_exchanges(gm)}
+    return [d.model_copy(update={"reason": reasons[d.key]}) if d.key in reasons else d for d in decisions]
 
 
 def _wire_reason(sent: Sent) -> Reason:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, MutableMapping
+from typing import Any
 
 import torch
 from torch import fx
@@ -36,6 +38,9 @@ SLICE_OPS = frozenset(
     }
 )  # fmt: skip
 CAST_OPS = frozenset({"prims.convert_element_type", "aten._to_copy", "aten.to"})
+
+
+_EXPECTED: MutableMapping[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()  # numbers of symbols, by shape environment
 
 
 @functools.cache
@@ -132,11 +137,24 @@ def _is_split_item(node: fx.Node) -> bool:
 
 
 def concrete(size: int | torch.SymInt) -> int:
-    """A size as a number: the hint of a symbolic one (the size seen while tracing)."""
+    """A size as a number: the hint of a symbolic one (the size seen while tracing), what `expect_size` noted for one
+    that only running tells, else 1."""
     if isinstance(size, int):
         return size
     hint = size.node.hint
-    return int(hint) if hint is not None else 1
+    if hint is not None:
+        return int(hint)
+    known = _EXPECTED.get(size.node.shape_env, {})
+    expected = size.node.expr.xreplace(known)
+    return int(expected) if expected.is_number else 1
+
+
+def expect_size(size: int | torch.SymInt, expected: int) -> None:
+    """Note a number for the symbols of a size that only running tells, for estimates; a number noted earlier stays."""
+    if isinstance(size, torch.SymInt) and size.node.hint is None:
+        known = _EXPECTED.setdefault(size.node.shape_env, {})
+        for symbol in size.node.expr.free_symbols:
+            known.setdefault(symbol, symbol - symbol + expected)
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:

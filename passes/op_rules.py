@@ -203,6 +203,7 @@ OP_RULES: Mapping[str, OpRule] = {
         """,
         "_c10d_functional",
     ),
+    **_kept("collective", "reads a payload that was sent", "wire_decode wire_decode_rows wire_reduce", "dsmp"),
 }
 
 _UNKNOWN = OpRule(

@@ -14,13 +14,17 @@ ROOT = Path(__file__).parents[2]
 LINE = re.compile(r"step +\d+ +on the mesh ([\d.]+) +in one process ([\d.]+)")
 
 
-def run(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(ranks: int, *arguments: str, script: str = "sharded_gpt.py") -> subprocess.CompletedProcess[str]:
     """An example under torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    script = str(ROOT / "examples" / "sharded_gpt.py")
     return subprocess.run(
-        [*command, script, *arguments], env=environment, capture_output=True, text=True, timeout=300, check=False
+        [*command, str(ROOT / "examples" / script), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
 
 
@@ -42,3 +46,17 @@ def test_a_mesh_that_is_not_what_was_started():
     done = run(2, "--mesh", "dp=2,tp=2")
     assert done.returncode != 0
     assert "--mesh has 4 ranks, torchrun started 2." in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "tolerance", "sent"),
+    [(["--eager"], 1e-5, "32,768"), (["--dispatch", "fp8", "--combine", "bf16"], 1e-2, "8,448")],
+)
+def test_divided_experts_lose_as_one_process_does(arguments, tolerance, sent):
+    done = run(2, *arguments, script="expert_parallel.py")
+    assert done.returncode == 0, done.stderr
+    losses = [(float(a), float(b)) for a, b in LINE.findall(done.stdout)]
+    assert len(losses) == 10 and losses[-1][1] < losses[0][1] - 0.5
+    assert all(abs(mesh - whole) < tolerance * whole for mesh, whole in losses), losses
+    assert f": {sent} bytes a rank and layer, of 32,768 in fp32" in done.stdout
