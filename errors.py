@@ -306,3 +306,13 @@ class UnshardableError(DsmpError):
 
 class RanksDisagreeError(DsmpError):
     """Ranks that hold different sharding plans or graphs: their collectives would wait for each other for ever."""
+
+
+class EmptyStateError(DsmpError):
+    """A sharded module that is called while its parameters or buffers have no values yet."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(
+            f"on the meta device, without values: {_listed(range(len(names)), names)}. Call "
+            "to_empty(device=...) and load a checkpoint (torch.distributed.checkpoint.load into state_dict()) first."
+        )

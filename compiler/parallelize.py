@@ -64,6 +64,9 @@ def parallelize(
     InvalidWireFormatError for a wire format, InvalidOptionError for one of a dimension that the mesh lacks.
     """
     wires = _wires(mesh, wire)
+    saved = model.state_dict(keep_vars=True)
+    if lost := [n for n, b in model.named_buffers() if b.is_meta and n not in saved]:
+        log.warning("on the meta device, and in no checkpoint; fill after to_empty(): %s", ", ".join(lost))
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     capture = capture_joint(model, args, kwargs, device=mesh.device_type)
     plan = plan_for(mesh, plan, capture, rules, zero=zero, sequence=sequence)
