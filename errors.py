@@ -7,7 +7,7 @@ line prints without a traceback.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 _SHOWN = 12
 _NODES_SHOWN = 8
@@ -315,4 +315,21 @@ class EmptyStateError(DsmpError):
         super().__init__(
             f"on the meta device, without values: {_listed(range(len(names)), names)}. Call "
             "to_empty(device=...) and load a checkpoint (torch.distributed.checkpoint.load into state_dict()) first."
+        )
+
+
+class RankLostError(DsmpError):
+    """A rank that others communicate with has died, stopped or left, seen from a collective that cannot end.
+
+    `dims` are the mesh dimensions that the collective may run along: one where it is known.
+    """
+
+    def __init__(self, dims: Mapping[str, Sequence[int]], half: str, reason: str) -> None:
+        self.dims = tuple(dims)
+        where = " or ".join(f"{name!r} (ranks {', '.join(map(str, ranks))})" for name, ranks in dims.items())
+        super().__init__(
+            f"a rank was lost: in the {half} pass a collective along mesh dimension {where} did not end: {reason}. "
+            "Look for the first error in the logs of the other ranks, then start all ranks again from the last "
+            "checkpoint: these process groups cannot be used any more. For ranks that are slow, not dead, give "
+            "init_process_group a longer timeout."
         )

@@ -18,6 +18,7 @@ from ..passes.shard_graph import shard_graph
 from ..passes.sharding import ShardingPlan, ShardingRule
 from ..passes.wire_formats import FP32, WireFormat, parse_wire
 from .joint_capture import JointCapture, capture_joint
+from .lost_ranks import watched
 from .mesh_groups import use_own_groups
 from .plan_agreement import agree, collectives_digest
 from .sharded_execution import Executor, build_halves
@@ -61,7 +62,9 @@ def parallelize(
     Raises ShardingPlanError for a plan that does not fit the model or the mesh, IndivisibleError for sizes that the
     mesh does not divide, UnshardableError for operators without a sharded form, CaptureError for a model that cannot be
     traced, RanksDisagreeError where ranks hold different plans or models, UnknownWireFormatError and
-    InvalidWireFormatError for a wire format, InvalidOptionError for one of a dimension that the mesh lacks.
+    InvalidWireFormatError for a wire format, InvalidOptionError for one of a dimension that the mesh lacks. A call of
+    the result, and its backward pass, raise RankLostError when a rank dies or does not answer within the process
+    group's timeout.
     """
     wires = _wires(mesh, wire)
     saved = model.state_dict(keep_vars=True)
@@ -75,7 +78,7 @@ def parallelize(
     use_own_groups(graph.gm, mesh)
     sent = rewrite_collectives(graph.gm, _chosen(find_collectives(graph.gm), wires))
     agree(mesh, collectives_digest(graph, mesh), "collectives in the graph")
-    return ShardedModule(model, mesh, plan, capture, graph, build_halves(graph.gm, executor), sent)
+    return ShardedModule(model, mesh, plan, capture, graph, watched(build_halves(graph.gm, executor), mesh), sent)
 
 
 def _chosen(collectives: Sequence[Collective], wires: Mapping[str, WireFormat]) -> dict[fx.Node, WireFormat]:
