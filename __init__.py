@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import DsmpError
 
 if TYPE_CHECKING:
+    from .codegen.ddp import compress_ddp
     from .codegen.feedback import compress_gradients
     from .compiler.capture import Capture, capture
     from .compiler.parallelize import parallelize
@@ -40,6 +41,7 @@ _HOMES = {
     "Verdict": ".hardware_db.capability",
     "audit": ".compiler.plan_registry",
     "capture": ".compiler.capture",
+    "compress_ddp": ".codegen.ddp",
     "compress_gradients": ".codegen.feedback",
     "Scores": ".passes.scores",
     "ShardingPlan": ".passes.sharding",
@@ -66,6 +68,7 @@ __all__ = [
     "Verdict",
     "audit",
     "capture",
+    "compress_ddp",
     "compress_gradients",
     "load_plan",
     "load_scores",

@@ -333,3 +333,20 @@ class RankLostError(DsmpError):
             "checkpoint: these process groups cannot be used any more. For ranks that are slow, not dead, give "
             "init_process_group a longer timeout."
         )
+
+
+class GradientOwnerError(DsmpError):
+    """Gradients that two owners would average or encode."""
+
+    def __init__(self, owner: str, remedy: str) -> None:
+        super().__init__(f"gradients have one owner, and {owner}. {remedy}.")
+
+
+class ResidualsError(DsmpError):
+    """Saved residuals of error feedback that are not those of this rank and module."""
+
+    def __init__(self, what: str, rank: int, ranks: int) -> None:
+        super().__init__(
+            f"residuals that do not fit rank {rank} of {ranks}: {what}. Load what this rank saved, with the same "
+            "module, wire format and number of ranks, or start without residuals."
+        )
