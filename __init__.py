@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .codegen.ddp import compress_ddp
     from .codegen.feedback import compress_gradients
     from .compiler.capture import Capture, capture
+    from .compiler.fsdp_policy import fsdp_policy
     from .compiler.parallelize import parallelize
     from .compiler.plan_registry import audit, plan_of
     from .compiler.planning import measure_scores, plan
@@ -46,6 +47,7 @@ _HOMES = {
     "Scores": ".passes.scores",
     "ShardingPlan": ".passes.sharding",
     "ShardingRule": ".passes.sharding",
+    "fsdp_policy": ".compiler.fsdp_policy",
     "load_plan": ".passes.plan",
     "load_scores": ".passes.scores",
     "measure_scores": ".compiler.planning",
@@ -70,6 +72,7 @@ __all__ = [
     "capture",
     "compress_ddp",
     "compress_gradients",
+    "fsdp_policy",
     "load_plan",
     "load_scores",
     "measure_scores",

@@ -350,3 +350,17 @@ class ResidualsError(DsmpError):
             f"residuals that do not fit rank {rank} of {ranks}: {what}. Load what this rank saved, with the same "
             "module, wire format and number of ranks, or start without residuals."
         )
+
+
+class FsdpPolicyError(DsmpError):
+    """A format that `fully_shard` cannot gather parameters or reduce gradients in."""
+
+    def __init__(self, name: str, value: object, possible: Iterable[str]) -> None:
+        super().__init__(
+            f"fully_shard cannot {name} in {value!r}; possible: {', '.join(possible)}. Other formats need collectives "
+            "in the graph: dsmp.parallelize(..., wire=...), or the backend's option 'wire' for SimpleFSDP-style code."
+        )
+
+
+class NoEffectError(DsmpError):
+    """Under strict, an option or a plan that reaches nothing of what was compiled."""

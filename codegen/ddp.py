@@ -98,7 +98,7 @@ class DdpCompression:
         if wide:
             flat = torch.cat([g.reshape(-1) for g in wide])
             means = waited(torch.ops._c10d_functional.all_reduce(flat, "sum", self.group)) / self.ranks
-            for grad, mean in zip(wide, means.split([g.numel() for g in wide]), strict=True):
+            for grad, mean in zip(wide, means.split_with_sizes([g.numel() for g in wide]), strict=True):
                 grad.copy_(mean.reshape(grad.shape))
 
 
@@ -159,4 +159,4 @@ def _reduce_bucket(state: Any, bucket: Any) -> Future[Tensor]:
 
 
 # DDP compares annotations with these classes, not with their names.
-_reduce_bucket.__annotations__ = {"bucket": dist.GradBucket, "return": Future[Tensor]}
+_reduce_bucket.__annotations__ = {"bucket": dist.GradBucket, "return": Future[Tensor]}  # type: ignore[attr-defined]

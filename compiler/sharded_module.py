@@ -109,7 +109,7 @@ class ShardedModule(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedModule:
         """`to`, `to_empty` and the like give every place a value of its own; what was shared is shared again."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, shared, kind in self._tied:
             path, _, last = name.rpartition(".")
             values = getattr(self.get_submodule(path), f"_{kind}s")
