@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import fx, nn
@@ -14,7 +16,7 @@ from ..codegen.collectives import rewrite_collectives
 from ..errors import InvalidOptionError, ShardingPlanError
 from ..passes.graph import placeholders
 from ..passes.parallel_candidates import propose
-from ..passes.shard_graph import shard_graph
+from ..passes.shard_graph import ShardedGraph, shard_graph
 from ..passes.sharding import ShardingPlan, ShardingRule
 from ..passes.wire_formats import FP32, WireFormat, parse_wire
 from .joint_capture import JointCapture, capture_joint
@@ -66,7 +68,33 @@ def parallelize(
     the result, and its backward pass, raise RankLostError when a rank dies or does not answer within the process
     group's timeout.
     """
-    wires = _wires(mesh, wire)
+    _wires(mesh, wire)
+    cut = cut_model(model, mesh, plan, inputs=inputs, rules=rules, zero=zero, sequence=sequence)
+    return assemble(cut, wire=wire, executor=executor)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CutModel:
+    """A model and the graph of one rank of a mesh, before wire formats and executor are chosen."""
+
+    model: nn.Module
+    mesh: DeviceMesh
+    plan: ShardingPlan
+    capture: JointCapture
+    graph: ShardedGraph
+
+
+def cut_model(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: ShardingPlan | Literal["auto"] = "auto",
+    *,
+    inputs: Sequence[Any] | Mapping[str, Any],
+    rules: Sequence[ShardingRule] = (),
+    zero: int = 0,
+    sequence: bool = False,
+) -> CutModel:
+    """The first half of `parallelize`: capture, plan and shard. Raises as it does."""
     saved = model.state_dict(keep_vars=True)
     if lost := [n for n, b in model.named_buffers() if b.is_meta and n not in saved]:
         log.warning("on the meta device, and in no checkpoint; fill after to_empty(): %s", ", ".join(lost))
@@ -76,9 +104,18 @@ def parallelize(
     agree(mesh, plan.digest(), "sharding plans")
     graph = shard_graph(capture.gm, mesh, plan, capture.names)
     use_own_groups(graph.gm, mesh)
+    return CutModel(model=model, mesh=mesh, plan=plan, capture=capture, graph=graph)
+
+
+def assemble(cut: CutModel, *, wire: str | Mapping[str, str] = "fp32", executor: Executor = "eager") -> ShardedModule:
+    """The second half of `parallelize`: formats of collectives, and a module with shards of its own. Leaves the cut as
+    it is, so that several formats can be tried. Raises as `parallelize` does."""
+    wires, mesh = _wires(cut.mesh, wire), cut.mesh
+    graph = replace(cut.graph, gm=fx.GraphModule(cut.graph.gm, copy.deepcopy(cut.graph.gm.graph)))
     sent = rewrite_collectives(graph.gm, _chosen(find_collectives(graph.gm), wires))
     agree(mesh, collectives_digest(graph, mesh), "collectives in the graph")
-    return ShardedModule(model, mesh, plan, capture, graph, watched(build_halves(graph.gm, executor), mesh), sent)
+    halves = watched(build_halves(graph.gm, executor), mesh)
+    return ShardedModule(cut.model, mesh, cut.plan, cut.capture, graph, halves, sent)
 
 
 def _chosen(collectives: Sequence[Collective], wires: Mapping[str, WireFormat]) -> dict[fx.Node, WireFormat]:
