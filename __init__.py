@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 from .errors import DsmpError
 
 if TYPE_CHECKING:
+    from .codegen.ddp import compress_ddp
     from .codegen.feedback import compress_gradients
     from .compiler.capture import Capture, capture
     from .compiler.expert_parallel import expert_parallel
+    from .compiler.fsdp_policy import fsdp_policy
     from .compiler.parallelize import parallelize
     from .compiler.plan_registry import audit, plan_of
     from .compiler.planning import measure_scores, plan
@@ -41,11 +43,13 @@ _HOMES = {
     "Verdict": ".hardware_db.capability",
     "audit": ".compiler.plan_registry",
     "capture": ".compiler.capture",
+    "compress_ddp": ".codegen.ddp",
     "compress_gradients": ".codegen.feedback",
     "expert_parallel": ".compiler.expert_parallel",
     "Scores": ".passes.scores",
     "ShardingPlan": ".passes.sharding",
     "ShardingRule": ".passes.sharding",
+    "fsdp_policy": ".compiler.fsdp_policy",
     "load_plan": ".passes.plan",
     "load_scores": ".passes.scores",
     "measure_scores": ".compiler.planning",
@@ -68,8 +72,10 @@ __all__ = [
     "Verdict",
     "audit",
     "capture",
+    "compress_ddp",
     "compress_gradients",
     "expert_parallel",
+    "fsdp_policy",
     "load_plan",
     "load_scores",
     "measure_scores",

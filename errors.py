@@ -7,7 +7,7 @@ line prints without a traceback.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 _SHOWN = 12
 _NODES_SHOWN = 8
@@ -314,3 +314,61 @@ class RanksDisagreeError(DsmpError):
 
 class ExpertsError(DsmpError):
     """A model, a module of experts or a mesh for which experts cannot be divided among ranks."""
+
+
+class EmptyStateError(DsmpError):
+    """A sharded module that is called while its parameters or buffers have no values yet."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(
+            f"on the meta device, without values: {_listed(range(len(names)), names)}. Call "
+            "to_empty(device=...) and load a checkpoint (torch.distributed.checkpoint.load into state_dict()) first."
+        )
+
+
+class RankLostError(DsmpError):
+    """A rank that others communicate with has died, stopped or left, seen from a collective that cannot end.
+
+    `dims` are the mesh dimensions that the collective may run along: one where it is known.
+    """
+
+    def __init__(self, dims: Mapping[str, Sequence[int]], half: str, reason: str) -> None:
+        self.dims = tuple(dims)
+        where = " or ".join(f"{name!r} (ranks {', '.join(map(str, ranks))})" for name, ranks in dims.items())
+        super().__init__(
+            f"a rank was lost: in the {half} pass a collective along mesh dimension {where} did not end: {reason}. "
+            "Look for the first error in the logs of the other ranks, then start all ranks again from the last "
+            "checkpoint: these process groups cannot be used any more. For ranks that are slow, not dead, give "
+            "init_process_group a longer timeout."
+        )
+
+
+class GradientOwnerError(DsmpError):
+    """Gradients that two owners would average or encode."""
+
+    def __init__(self, owner: str, remedy: str) -> None:
+        super().__init__(f"gradients have one owner, and {owner}. {remedy}.")
+
+
+class ResidualsError(DsmpError):
+    """Saved residuals of error feedback that are not those of this rank and module."""
+
+    def __init__(self, what: str, rank: int, ranks: int) -> None:
+        super().__init__(
+            f"residuals that do not fit rank {rank} of {ranks}: {what}. Load what this rank saved, with the same "
+            "module, wire format and number of ranks, or start without residuals."
+        )
+
+
+class FsdpPolicyError(DsmpError):
+    """A format that `fully_shard` cannot gather parameters or reduce gradients in."""
+
+    def __init__(self, name: str, value: object, possible: Iterable[str]) -> None:
+        super().__init__(
+            f"fully_shard cannot {name} in {value!r}; possible: {', '.join(possible)}. Other formats need collectives "
+            "in the graph: dsmp.parallelize(..., wire=...), or the backend's option 'wire' for SimpleFSDP-style code."
+        )
+
+
+class NoEffectError(DsmpError):
+    """Under strict, an option or a plan that reaches nothing of what was compiled."""

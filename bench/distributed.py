@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
-import dsmp
 from bench.table import Row, show
 from dsmp.codegen.collective_nodes import graph_ring_bytes
+from dsmp.compiler.parallelize import assemble, cut_model
 from dsmp.compiler.small_gpt import SmallGpt, SmallGptConfig, small_gpt_batch
 
 WIRES = ("fp32", "bf16", "fp8", "int8", "int4")
@@ -61,6 +61,7 @@ def gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def measure(rank: int, ranks: int, store: str, result: str) -> None:
     """All cases on one rank; rank 0 writes the rows."""
+    begun = time.perf_counter()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
@@ -71,7 +72,8 @@ def measure(rank: int, ranks: int, store: str, result: str) -> None:
     rows: list[Row] = []
     for name, (sizes, options) in cases(ranks).items():
         mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        modules = {w: dsmp.parallelize(small_gpt(), mesh, inputs=batch, wire=w, **options) for w in WIRES}
+        cut = cut_model(small_gpt(), mesh, inputs=batch, **options)
+        modules = {w: assemble(cut, wire=w) for w in WIRES}
         seconds: dict[str, list[float]] = {w: [] for w in WIRES}
         for _ in range(1 + REPEATS):
             for wire, module in modules.items():
@@ -97,6 +99,8 @@ def measure(rank: int, ranks: int, store: str, result: str) -> None:
                 "error": max(errors),
             }
             rows.append(row)
+        if rank == 0:
+            print(f"{ranks} ranks, {name}: {time.perf_counter() - begun:.0f} s since the start", flush=True)
     if rank == 0:
         Path(result).write_text(json.dumps(rows), encoding="utf-8")
     dist.destroy_process_group()

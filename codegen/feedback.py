@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import FeedbackError
 from ..passes.wire_formats import WireFormat, parse_wire
-from .wire import decode, encode, reduce, row_length
+from .averaging import is_narrower, mean_over_ranks, new_residuals, waited
 
 _LOCAL, _OWNER = "_dsmp_ef_", "_dsmp_ef_owner_"
 AVERAGED = "_dsmp_averaged"
@@ -76,12 +76,25 @@ def average_gradients(
             _parametrise(owner, names, group.group_name, group.size(), wire)
 
 
+def is_averaged(module: nn.Module) -> bool:
+    """Whether something sees to the gradients of a module, or of a part of it, already."""
+    return any(getattr(m, AVERAGED, False) for m in module.modules())
+
+
+def mark_averaged(module: nn.Module) -> None:
+    """Note that something sees to the gradients of a module."""
+    setattr(module, AVERAGED, True)
+
+
 def check_averageable(module: nn.Module) -> None:
     """Raise FeedbackError for a module whose gradients cannot be averaged by stand-ins, or are averaged already."""
     name = type(module).__name__
     if isinstance(module, nn.parallel.DistributedDataParallel):
-        raise FeedbackError("DistributedDataParallel averages gradients itself: pass the module inside it instead.")
-    if any(getattr(m, AVERAGED, False) for m in module.modules()):
+        raise FeedbackError(
+            "DistributedDataParallel averages gradients itself: pass the module inside it instead, or give its own "
+            "reductions a format with dsmp.compress_ddp."
+        )
+    if is_averaged(module):
         raise FeedbackError(f"the gradients of {name}, or of a part of it, are compressed already. Call this once.")
     if any(isinstance(p, DTensor) for p in module.parameters()):
         raise FeedbackError(
@@ -96,12 +109,10 @@ def _parametrise(owner: nn.Module, names: list[str], group: str, ranks: int, wir
     for name in names:
         parameter = owner._parameters[name]
         assert parameter is not None
-        count = row_length(parameter.numel(), ranks)
-        narrow = wire.name != "fp32" and wire.payload_bytes(count) * ranks < parameter.numel() * parameter.itemsize
+        narrow = is_narrower(parameter, ranks, wire)
         if narrow:
-            local = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
-            owner.register_buffer(_LOCAL + name, local)
-            owner.register_buffer(_OWNER + name, local.new_zeros(count))
+            for prefix, residual in zip((_LOCAL, _OWNER), new_residuals(parameter, ranks), strict=True):
+                owner.register_buffer(prefix + name, residual)
         members[name] = property(_getter(name, group, ranks, str(wire) if narrow else "fp32"))
     kind = type(owner)
     owner.__class__ = type(kind.__name__, (kind,), {**members, "__module__": kind.__module__})
@@ -135,9 +146,9 @@ class _Averaged(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         local, owned = ctx.residuals
         if local is None:
-            total = _waited(torch.ops._c10d_functional.all_reduce(grad, "sum", ctx.group))
+            total = waited(torch.ops._c10d_functional.all_reduce(grad, "sum", ctx.group))
             return total / ctx.ranks, None, None, None, None, None
-        mean = _mean_with_feedback(grad, local, owned, ctx.group, ctx.ranks, ctx.wire)
+        (mean,) = mean_over_ranks([grad], [(local, owned)], ctx.group, ctx.ranks, ctx.wire)
         return mean, None, None, None, None, None
 
 
@@ -148,31 +159,3 @@ def _apply(parameter: Tensor, local: Tensor | None, owned: Tensor | None, group:
 
 # Dynamo would trace the function into an operator of its own, whose backward nodes do not say that they are backward.
 _averaged: Callable[..., Any] = torch._dynamo.allow_in_graph(_apply)  # type: ignore[no-untyped-call]
-
-
-def _mean_with_feedback(grad: Tensor, local: Tensor, owned: Tensor, group: str, ranks: int, wire: str) -> Tensor:
-    """The mean of the ranks' gradients, in the gradient's shape and dtype; both residuals are updated."""
-    size, count = grad.numel(), row_length(grad.numel(), ranks)
-    corrected = grad.float() + local
-    payload = encode([corrected], ranks, wire)
-    (sent,) = decode(payload, [count], wire, torch.float32)
-    local.copy_(_residual(corrected, sent.reshape(-1)[:size].reshape(grad.shape)))
-    moved = _waited(torch.ops._c10d_functional.all_to_all_single(payload, [1] * ranks, [1] * ranks, group))
-    (total,) = reduce(moved, [count], wire, torch.float32, False)
-    total = total + owned
-    payload = encode([total], 1, wire)
-    (sent,) = decode(payload, [count], wire, torch.float32)
-    owned.copy_(_residual(total, sent.reshape(-1)))
-    gathered = _waited(torch.ops._c10d_functional.all_gather_into_tensor(payload, ranks, group))
-    (sums,) = decode(gathered, [count], wire, torch.float32)
-    mean: Tensor = (sums.reshape(-1)[:size].reshape(grad.shape) / ranks).to(grad.dtype)
-    return mean
-
-
-def _residual(wanted: Tensor, sent: Tensor) -> Tensor:
-    return (wanted - sent).nan_to_num(0.0, 0.0, 0.0)
-
-
-def _waited(started: Tensor) -> Tensor:
-    finished: Tensor = torch.ops._c10d_functional.wait_tensor(started)
-    return finished

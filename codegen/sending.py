@@ -49,6 +49,11 @@ def wires_by_key(
     return found
 
 
+def has_collectives(gm: fx.GraphModule) -> bool:
+    """Whether a keyed graph has collectives that wire formats can be given to."""
+    return bool(_keyed(gm, group_size_by_name))
+
+
 def unmatched_globs(gm: fx.GraphModule, globs: Mapping[str, WireFormat]) -> list[tuple[str, str]]:
     """(glob, key of a collective as an example) of globs that match none of the graph's; empty if it has none."""
     keys = [key for key, _ in _keyed(gm, group_size_by_name)] if globs else []

@@ -26,8 +26,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from ..codegen.audit import Audit
 from ..codegen.lower_products import Lowering
-from ..codegen.sending import unmatched_globs
-from ..errors import PlanHardwareError, UnknownHardwareError
+from ..codegen.sending import has_collectives, unmatched_globs
+from ..errors import NoEffectError, PlanHardwareError, UnknownHardwareError
 from ..hardware_db.capability import Device
 from ..hardware_db.detect import detect, resolve_hardware
 from ..passes.keys import ModuleNames
@@ -40,6 +40,7 @@ from .execution import apply_decisions, with_wires
 from .frame_recording import bind_to_weights, record_frame
 from .identity import frame_names, module_paths
 from .options import Options, parse_options
+from .outside_graphs import gradient_reducer
 from .pipeline import assemble_plan, check_plan_hardware, log, report_undecided
 from .plan_registry import being_compiled, compiled_name, defer, remember, remember_audit
 from .tracing import compile_eagerly, explicit_precision, fake_inputs, parameter_indices, parameter_nodes, trace
@@ -69,8 +70,9 @@ def dsmp(
         whole = remember(checked.plan, target)
         if checked.save_plan is not None:
             whole.save(checked.save_plan)
+    reducer = gradient_reducer(target) if checked.wire else ""
     graph_pass = PrecisionPass(
-        checked, running, names, parameter_indices(example_inputs), module_paths(gm, names), target
+        checked, running, names, parameter_indices(example_inputs), module_paths(gm, names), target, reducer
     )
     if checked.executor == "eager":
         return compile_eagerly(gm, example_inputs, graph_pass.apply)
@@ -127,10 +129,12 @@ class PrecisionPass(CustomGraphPass):
         parameter_indices: frozenset[int],
         module_paths: Sequence[str] = (),
         target: Any = None,
+        reducer: str = "",
     ) -> None:
         self.options = options
         self.target = None if target is None else weakref.ref(target)
         self.ran = False
+        self.reducer = reducer
         self.names = names
         self.parameter_indices = parameter_indices
         self.module_paths = module_paths
@@ -167,8 +171,7 @@ class PrecisionPass(CustomGraphPass):
         """Run the pass on a graph module."""
         parameters = parameter_nodes(gm, self.parameter_indices)
         key_graph(gm, self.names, parameters)
-        for glob, example in unmatched_globs(gm, self.options.wire):
-            log.warning("wire %r matches no collective of this graph; one is %s", glob, example)
+        self._check_wire(gm)
         decisions = self._decisions(gm, parameters)
         applied = apply_decisions(
             gm,
@@ -192,6 +195,17 @@ class PrecisionPass(CustomGraphPass):
 
     def _target(self) -> Any:
         return None if self.target is None else self.target()
+
+    def _check_wire(self, gm: fx.GraphModule) -> None:
+        """Say which of the wire formats asked for reach no collective of this graph, and who sends outside of it."""
+        wire = self.options.wire
+        if wire and not has_collectives(gm):
+            text = f"wire has no effect: this graph has no collectives. {self.reducer}".rstrip()
+            if self.reducer and self.options.strict:
+                raise NoEffectError(f"{text}.")
+            log.warning("%s", text)
+        for glob, example in unmatched_globs(gm, wire):
+            log.warning("wire %r matches no collective of this graph; one is %s", glob, example)
 
     def _check_globs(self, audit: Audit) -> None:
         """Say which of the names asked for match no product of this graph."""

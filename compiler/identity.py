@@ -27,7 +27,7 @@ def frame_names() -> ModuleNames:
     compiled, the outermost module on the call stack. Without any module on the stack the names stay those that Dynamo
     wrote down.
     """
-    called = list(_modules_on_stack())
+    called = list(modules_on_stack())
     if not called:
         return ModuleNames()
     compiled = [m for m in called if isinstance(m, OptimizedModule) or m._compiled_call_impl is not None]
@@ -58,7 +58,7 @@ def module_paths(gm: fx.GraphModule, names: ModuleNames) -> tuple[str, ...]:
     return tuple(names.of(n) for graph in graphs for n in graph.nodes if n.op.startswith("call_"))
 
 
-def _modules_on_stack() -> Iterator[nn.Module]:
+def modules_on_stack() -> Iterator[nn.Module]:
     """Modules whose call is on the stack, innermost first, each once."""
     seen: set[int] = set()
     frame = sys._getframe(1)

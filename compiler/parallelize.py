@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import fx, nn
@@ -17,12 +19,13 @@ from ..passes.keys import key_of
 from ..passes.mesh_plan import MeshPlan
 from ..passes.parallel_candidates import propose
 from ..passes.plan import PrecisionPlan, load_plan
-from ..passes.shard_graph import shard_graph
+from ..passes.shard_graph import ShardedGraph, shard_graph
 from ..passes.sharding import ShardingPlan, ShardingRule
 from ..passes.wire_formats import FP32, WireFormat, parse_wire
 from .block_folding import Repeats
 from .collective_decisions import is_worth_encoding
 from .joint_capture import JointCapture, capture_joint, check_names
+from .lost_ranks import watched
 from .mesh_groups import use_own_groups
 from .pipeline import check_plan_hardware
 from .plan_agreement import agree, collectives_digest
@@ -73,25 +76,71 @@ def parallelize(
     mesh does not divide, UnshardableError for operators without a sharded form, CaptureError for a model that cannot be
     traced, RanksDisagreeError where ranks hold different plans or models, UnknownWireFormatError and
     InvalidWireFormatError for a wire format, InvalidOptionError for one of a dimension that the mesh lacks,
-    PlanSchemaError for a file that is no plan, UnknownHardwareError and PlanHardwareError for its device.
+    PlanSchemaError for a file that is no plan, UnknownHardwareError and PlanHardwareError for its device. A call of
+    the result, and its backward pass, raise RankLostError when a rank dies or does not answer within the process
+    group's timeout.
     """
+    _wires(mesh, wire)
+    cut = cut_model(model, mesh, plan, inputs=inputs, rules=rules, zero=zero, sequence=sequence, hardware=hardware)
+    return assemble(cut, wire=wire, executor=executor)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CutModel:
+    """A model and the graph of one rank of a mesh, before wire formats and executor are chosen. `planned` has what the
+    collectives of a precision plan send, by key."""
+
+    model: nn.Module
+    mesh: DeviceMesh
+    plan: ShardingPlan
+    capture: JointCapture
+    graph: ShardedGraph
+    formats: Formats | None
+    planned: Mapping[str, str]
+
+
+def cut_model(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: ShardingPlan | PrecisionPlan | str | os.PathLike[str] = "auto",
+    *,
+    inputs: Sequence[Any] | Mapping[str, Any],
+    rules: Sequence[ShardingRule] = (),
+    zero: int = 0,
+    sequence: bool = False,
+    hardware: str | None = None,
+) -> CutModel:
+    """The first half of `parallelize`: capture, plan and shard. Raises as it does."""
     precision = _precision_plan(plan)
-    wires = _wires(mesh, wire)
     formats = _formats(mesh, precision, hardware)
+    saved = model.state_dict(keep_vars=True)
+    if lost := [n for n, b in model.named_buffers() if b.is_meta and n not in saved]:
+        log.warning("on the meta device, and in no checkpoint; fill after to_empty(): %s", ", ".join(lost))
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
-    capture = capture_joint(model, args, kwargs, device=mesh.device_type)
     where = _sharding(plan) if precision is None else ShardingPlan.from_dict(_mesh_plan(precision).sharding)
+    capture = capture_joint(model, args, kwargs, device=mesh.device_type)
     where = plan_for(mesh, where, capture, rules, zero=zero, sequence=sequence)
     agree(mesh, f"{where.digest()} {formats.digest if formats is not None else ''}", "plans")
     graph = shard_graph(capture.gm, mesh, where, capture.names)
     use_own_groups(graph.gm, mesh)
-    groups: dict[str, str] = {mesh.get_group(i).group_name: name for i, name in enumerate(where.mesh)}
-    rank = RankGraph(graph, groups, Repeats())
-    chosen = _chosen(rank, wires if wires or precision is None or wire is not None else _mesh_plan(precision).wires)
-    audit = formats.apply(graph) if formats is not None else None
+    planned = _mesh_plan(precision).wires if precision is not None else {}
+    return CutModel(model=model, mesh=mesh, plan=where, capture=capture, graph=graph, formats=formats, planned=planned)
+
+
+def assemble(
+    cut: CutModel, *, wire: str | Mapping[str, str] | None = None, executor: Executor = "eager"
+) -> ShardedModule:
+    """The second half of `parallelize`: formats of nodes and collectives, and a module with shards of its own. Leaves
+    the cut as it is, so that several formats can be tried. Raises as `parallelize` does."""
+    mesh = cut.mesh
+    graph = replace(cut.graph, gm=fx.GraphModule(cut.graph.gm, copy.deepcopy(cut.graph.gm.graph)))
+    groups: dict[str, str] = {mesh.get_group(i).group_name: name for i, name in enumerate(cut.plan.mesh)}
+    chosen = _chosen(RankGraph(graph, groups, Repeats()), cut.planned if wire is None else _wires(mesh, wire))
+    audit = cut.formats.apply(graph) if cut.formats is not None else None
     sent = rewrite_collectives(graph.gm, chosen)
     agree(mesh, collectives_digest(graph, mesh), "collectives in the graph")
-    return ShardedModule(model, mesh, where, capture, graph, build_halves(graph.gm, executor), sent, audit)
+    halves = watched(build_halves(graph.gm, executor), mesh)
+    return ShardedModule(cut.model, mesh, cut.plan, cut.capture, graph, halves, sent, audit)
 
 
 def _precision_plan(plan: Any) -> PrecisionPlan | None:

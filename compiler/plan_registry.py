@@ -7,9 +7,10 @@ when somebody asks, by tracing the graph once more.
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from types import FrameType
 from typing import Any
 
@@ -19,8 +20,11 @@ from torch._dynamo.eval_frame import OptimizedModule
 from ..codegen.audit import Audit
 from ..codegen.audit import merged as merged_audit
 from ..errors import InvalidOptionError
-from ..passes.keys import FPROP
+from ..passes.keys import FPROP, NodeKey
 from ..passes.plan import ModelInfo, PrecisionPlan
+from .outside_graphs import unplanned_products
+
+log = logging.getLogger("dsmp")
 
 _PLANS: MutableMapping[Any, list[PrecisionPlan]] = weakref.WeakKeyDictionary()
 _AUDITS: MutableMapping[Any, list[Audit]] = weakref.WeakKeyDictionary()
@@ -39,11 +43,10 @@ def plan_of(compiled: nn.Module | Callable[..., Any]) -> PrecisionPlan:
     target = _plain(compiled)
     plans = _PLANS.get(target) if _catch_up(target) else None
     if not plans:
-        raise InvalidOptionError(
-            "plan_of", type(compiled).__name__,
-            'what torch.compile(..., backend="dsmp") returned, after its first call: compiling happens then',
-        )  # fmt: skip
-    return merged(plans)
+        raise _not_compiled("plan_of", compiled, target)
+    plan = merged(plans)
+    _say_what_is_left(target, ((d.module, d.op) for d in plan))
+    return plan
 
 
 def audit(compiled: nn.Module | Callable[..., Any]) -> Audit:
@@ -54,11 +57,25 @@ def audit(compiled: nn.Module | Callable[..., Any]) -> Audit:
     target = _plain(compiled)
     audits = _AUDITS.get(target) if _catch_up(target) else None
     if not audits:
-        raise InvalidOptionError(
-            "audit", type(compiled).__name__,
-            'what torch.compile(..., backend="dsmp") returned, after its first call: compiling happens then',
-        )  # fmt: skip
-    return merged_audit(audits)
+        raise _not_compiled("audit", compiled, target)
+    found = merged_audit(audits)
+    _say_what_is_left(target, ((NodeKey.parse(e.key).fqn, e.op) for e in found))
+    return found
+
+
+def _not_compiled(name: str, compiled: Any, target: Any) -> InvalidOptionError:
+    return InvalidOptionError(
+        name,
+        type(compiled).__name__,
+        'what torch.compile(..., backend="dsmp") returned, after its first call: compiling happens then (a module may '
+        "also run code that was compiled for another one of its class: ask that one). "
+        f"If it was called: {unplanned_products(target, ()) or 'no graph was compiled for it'}",
+    )
+
+
+def _say_what_is_left(target: Any, planned: Iterable[tuple[str, str]]) -> None:
+    if left := unplanned_products(target, planned):
+        log.warning("%s: %s", compiled_name(target), left)
 
 
 def remember_audit(found: Audit, target: Any) -> None:

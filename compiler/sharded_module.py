@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..codegen.audit import Audit
 from ..codegen.sending import Sent
-from ..errors import InputSpecError
+from ..errors import EmptyStateError, InputSpecError
 from ..passes.graph import output_node, placeholders
 from ..passes.shard_graph import ShardedGraph
 from ..passes.sharding import Placements, ShardingPlan
@@ -48,12 +48,17 @@ class ShardedModule(nn.Module):
         self.mesh, self.sharding_plan, self.graph = mesh, plan, graph
         self._capture, self._halves = capture, halves
         seen: dict[int, Any] = {}
+        self._tied: list[tuple[str, str, str]] = []  # name, the name it shares its value with, kind
+        first: dict[int, str] = {}
         for kind in ("parameter", "buffer"):
             for name, value in getattr(model, f"named_{kind}s")(remove_duplicate=False):
                 if id(value) not in seen:
                     # of a copy: what is whole on a rank would share its memory with the model's
                     shards = shards_of(value.detach().clone(), mesh, plan.stored(name))
                     seen[id(value)] = nn.Parameter(shards, value.requires_grad) if kind == "parameter" else shards
+                    first[id(value)] = name
+                else:
+                    self._tied.append((name, first[id(value)], kind))
                 _register(self, model, name, seen[id(value)], kind)
         self.train(model.training)
         descriptors = [n.meta["desc"] for n in placeholders(graph.gm)]
@@ -72,7 +77,8 @@ class ShardedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on this rank's part of the inputs (or on DTensors, which are laid out as the plan says).
 
-        Raises InputSpecError for inputs that are not those that the model was sharded for.
+        Raises InputSpecError for inputs that are not those that the model was sharded for, EmptyStateError where
+        parameters or buffers are still on the meta device.
         """
         results = Sharded.apply(self._halves, self._gradients, *self._held(), *self._local_inputs(args, kwargs))
         for position, name in mutated(self._results).items():
@@ -96,10 +102,22 @@ class ShardedModule(nn.Module):
 
     def _held(self) -> list[Tensor]:
         """Parameters and buffers in the order of the graph's placeholders."""
-        return [
+        held = [
             self.get_parameter(d.target) if isinstance(d, ParamAOTInput) else self.get_buffer(d.target)
             for d in self._state
         ]
+        if empty := [d.target for d, value in zip(self._state, held, strict=True) if value.is_meta]:
+            raise EmptyStateError(empty)
+        return held
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ShardedModule:
+        """`to`, `to_empty` and the like give every place a value of its own; what was shared is shared again."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, shared, kind in self._tied:
+            path, _, last = name.rpartition(".")
+            values = getattr(self.get_submodule(path), f"_{kind}s")
+            values[last] = getattr(self, f"get_{kind}")(shared)
+        return self
 
     def _local_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         leaves, spec = tree_flatten((args, kwargs))

@@ -16,6 +16,11 @@ import torch._functorch.config as functorch_config
 import torch._inductor.lowering  # Inductor's decomposition table refers to it without importing it
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.descriptors import (
+    SubclassGetAttrAOTInput,
+    SubclassSizeAOTInput,
+    SubclassStrideAOTInput,
+)
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -117,11 +122,16 @@ def parameter_indices(example_inputs: Sequence[Any]) -> frozenset[int]:
 def parameter_nodes(graph: fx.GraphModule, indices: frozenset[int]) -> frozenset[fx.Node]:
     """The placeholders of a joint or inference graph that hold the Dynamo graph's inputs of these indices.
 
-    A placeholder's descriptor says which input it is; where there is none, its position does.
+    A placeholder's descriptor says which input it is, or which one it is the local part of; where there is none, its
+    position does.
     """
     found = set()
     for position, node in enumerate(placeholders(graph)):
         descriptor = node.meta.get("desc")
+        while isinstance(descriptor, SubclassGetAttrAOTInput):
+            descriptor = descriptor.base
+        if isinstance(descriptor, (SubclassSizeAOTInput, SubclassStrideAOTInput)):
+            continue  # a size of a DTensor
         if type(descriptor).__name__ == "ParamAOTInput" or getattr(descriptor, "idx", position) in indices:
             found.add(node)
     return frozenset(found)

@@ -30,6 +30,7 @@ BWD: Final = "bwd"
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 _META = "dsmp_key"
+_GATHERS = frozenset({"_c10d_functional.all_gather_into_tensor", "_c10d_functional.wait_tensor"})
 _ORDINAL = re.compile(r"0|[1-9][0-9]{0,8}")
 _LOCAL_ROOT = re.compile(r"^(?:L\['(?:self|s|args)'\](?:\[\d+\])?|L__self__)(?:\.|$)")
 _OTHER_ROOT = re.compile(r"^[LG]\['(\w+)'\](?:\[[^\]]*\])?(?:\.|$)")
@@ -170,7 +171,15 @@ def assign_keys(gm: fx.GraphModule, names: ModuleNames, is_parameter: Callable[[
 def _kind(node: fx.Node, op: GemmOp, parameters: set[fx.Node]) -> str:
     if op.kind != "matmul":
         return op.kind
-    return "linear" if any(root(n, through_casts=True) in parameters for n in operand_nodes(node)) else "matmul"
+    return "linear" if any(_stored(n) in parameters for n in operand_nodes(node)) else "matmul"
+
+
+def _stored(node: fx.Node) -> fx.Node:
+    """The value that an operand is a view or cast of, through the gather of a weight that is stored in shards."""
+    value = root(node, through_casts=True)
+    while node_op(value) in _GATHERS:
+        value = root(value.all_input_nodes[0], through_casts=True)
+    return value
 
 
 def _differentiated(

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import dsmp
-from dsmp.errors import InputSpecError, InvalidOptionError, ShardingPlanError, UnknownWireFormatError
+from dsmp.errors import EmptyStateError, InputSpecError, InvalidOptionError, ShardingPlanError, UnknownWireFormatError
 
 
 class Branches(nn.Module):
@@ -78,6 +78,17 @@ def test_parameters_on_the_meta_device_stay_there_until_they_are_loaded(model, x
         for name, p in sharded.named_parameters():
             p.to_local().copy_(model.get_parameter(name))
     torch.testing.assert_close(sharded({"x": x})["total"], model({"x": x})["total"])
+
+
+def test_empty_buffers_that_no_checkpoint_fills_are_named(x, fake_mesh, caplog):
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    empty[1].register_buffer("table", torch.empty(3, device="meta"), persistent=False)
+    empty.register_buffer("saved", torch.empty(3, device="meta"))
+    sharded = dsmp.parallelize(empty, fake_mesh(dp=1, tp=1), inputs=(x,))
+    assert "fill after to_empty(): 1.table" in caplog.text
+    with pytest.raises(EmptyStateError, match=r"0\.weight, 0\.bias.*to_empty"):
+        sharded(x)
 
 
 def test_rules_win_over_what_was_found(model, x, fake_mesh):
