@@ -7,7 +7,7 @@ line prints without a traceback.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 _SHOWN = 12
 _NODES_SHOWN = 8
@@ -306,3 +306,53 @@ class UnshardableError(DsmpError):
 
 class RanksDisagreeError(DsmpError):
     """Ranks that hold different sharding plans or graphs: their collectives would wait for each other for ever."""
+
+
+class PipelineError(DsmpError):
+    """A model, batch or plan that cannot be run as a pipeline of stages."""
+
+
+class UnknownScheduleError(PipelineError):
+    """A pipeline schedule that dsmp does not know."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        super().__init__(_unknown("schedule", name, known, "Use one of the known names."))
+
+
+class ScheduleError(PipelineError):
+    """A known schedule that these numbers of stages, ranks or microbatches do not suit, or that cannot run compiled."""
+
+
+class TooFewLayersError(PipelineError):
+    """A model with fewer layers to cut between than there are stages."""
+
+    def __init__(self, layers: Sequence[str], stages: int, why: str = "") -> None:
+        super().__init__(
+            f"the model has {len(layers)} layers to cut between ({', '.join(layers[:_NODES_SHOWN])}), and {stages} stages "
+            f"are asked for{f': {why}' if why else ''}. Ask for fewer stages, or take a deeper model."
+        )
+
+
+class LayerTooLargeError(PipelineError):
+    """A layer that no device of a pipeline has the memory for."""
+
+    def __init__(self, layer: str, needed: int, largest: str, memory: int) -> None:
+        super().__init__(
+            f"layer {layer!r} needs {needed:,} bytes (parameters, gradients, optimizer state and the activations of one "
+            f"microbatch), and the largest device, {largest}, has {memory:,}. Take smaller microbatches or a device "
+            "with more memory, or shard the layer first (dsmp.parallelize)."
+        )
+
+
+class PipelineMemoryError(PipelineError):
+    """Layers that fit one by one, but in no cut into stages."""
+
+    def __init__(self, over: Mapping[str, int], remedy: str) -> None:
+        listed = "; ".join(f"{device} by {amount:,} bytes" for device, amount in over.items())
+        super().__init__(
+            f"no cut into stages fits the devices' memory. In the nearest one too much lies on {listed}. {remedy}"
+        )
+
+
+class StageSplitError(PipelineError):
+    """A split into stages that was asked for by name and cannot be made, or a plan for another model."""
