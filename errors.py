@@ -328,8 +328,8 @@ class TooFewLayersError(PipelineError):
 
     def __init__(self, layers: Sequence[str], stages: int, why: str = "") -> None:
         super().__init__(
-            f"the model has {len(layers)} layers to cut between ({', '.join(layers[:_NODES_SHOWN])}), and {stages} stages "
-            f"are asked for{f': {why}' if why else ''}. Ask for fewer stages, or take a deeper model."
+            f"the model has {len(layers)} layers to cut between ({', '.join(layers[:_NODES_SHOWN])}), and {stages} "
+            f"stages are asked for{f': {why}' if why else ''}. Ask for fewer stages, or take a deeper model."
         )
 
 
@@ -338,9 +338,9 @@ class LayerTooLargeError(PipelineError):
 
     def __init__(self, layer: str, needed: int, largest: str, memory: int) -> None:
         super().__init__(
-            f"layer {layer!r} needs {needed:,} bytes (parameters, gradients, optimizer state and the activations of one "
-            f"microbatch), and the largest device, {largest}, has {memory:,}. Take smaller microbatches or a device "
-            "with more memory, or shard the layer first (dsmp.parallelize)."
+            f"layer {layer!r} needs {needed:,} bytes (parameters, gradients, optimizer state and the activations of "
+            f"one microbatch), and the largest device, {largest}, has {memory:,}. Take smaller microbatches or a "
+            "device with more memory, or shard the layer first (dsmp.parallelize)."
         )
 
 

@@ -124,7 +124,7 @@ def predict_execution(capture: Capture, decisions: Mapping[str, Decision], devic
             applied = apply_decisions(copy, decisions, storage=device.storage, same_device=True, parameters=parameters)
         casts += applied.report.casts
         if graph.joint:
-            stored = _as_stored(graph.gm, decisions, device.storage)
+            stored = as_stored(graph.gm, decisions, device.storage)
 
             def change(
                 gm: fx.GraphModule, parameters: frozenset[fx.Node], stored: Mapping[str, Decision] = stored
@@ -138,7 +138,7 @@ def predict_execution(capture: Capture, decisions: Mapping[str, Decision], devic
     return Execution(casts=casts, saved_bytes=planned, saved_bytes_fp32=traced)
 
 
-def _as_stored(gm: fx.GraphModule, decisions: Mapping[str, Decision], storage: str) -> dict[str, Decision]:
+def as_stored(gm: fx.GraphModule, decisions: Mapping[str, Decision], storage: str) -> dict[str, Decision]:
     """The decisions with each GEMM computing in the format that its operands are stored in."""
     found = {}
     for node in gm.graph.nodes:

@@ -1,7 +1,7 @@
 """The schedules of torch.distributed.pipelining by name: their classes, where stages lie, and the order of their work.
 
-The order is the schedule's own intermediate representation. It is read without processes from schedules made on a stand-in
-for a stage, as torch's visualizer does; that module is private, so where it is missing or has changed this says so.
+The order is the schedule's own intermediate representation. It is read without processes from schedules made on a
+stand-in for a stage, as torch's visualizer does; that module is private, so where it is missing this says so.
 """
 
 from __future__ import annotations
@@ -54,10 +54,14 @@ SCHEDULES = {
         ScheduleKind(name="gpipe", torch_name="ScheduleGPipe", stages_per_rank=1),
         ScheduleKind(name="1f1b", torch_name="Schedule1F1B", stages_per_rank=1),
         ScheduleKind(name="interleaved", torch_name="ScheduleInterleaved1F1B", stages_per_rank=None),
-        ScheduleKind(name="zbv", torch_name="ScheduleZBVZeroBubble", stages_per_rank=2, placement="v", splits_backward=True),
-        ScheduleKind(name="dualpipev", torch_name="ScheduleDualPipeV", stages_per_rank=2, placement="v", splits_backward=True),
+        ScheduleKind(
+            name="zbv", torch_name="ScheduleZBVZeroBubble", stages_per_rank=2, placement="v", splits_backward=True
+        ),
+        ScheduleKind(
+            name="dualpipev", torch_name="ScheduleDualPipeV", stages_per_rank=2, placement="v", splits_backward=True
+        ),
     )
-}  # fmt: skip
+}
 
 
 def schedule_kind(name: str) -> ScheduleKind:
@@ -89,8 +93,8 @@ def schedule_order(name: str, ranks: int, microbatches: int, stages: int | None 
             raise ScheduleError(f"{stages} stages are asked for; {kind.name} on {ranks} ranks has {wanted}.")
     if get_schedule_ops is None:
         raise ScheduleError(
-            "this version of torch has no torch.distributed.pipelining._schedule_visualizer, from which the order of work "
-            "is read. Use torch 2.11 to 2.14."
+            "this version of torch has no torch.distributed.pipelining._schedule_visualizer, from which the order of "
+            "work is read. Use torch 2.11 to 2.14."
         )
     with _refused(kind.name, ranks, microbatches):
         actions = get_schedule_ops(kind.torch_name.removeprefix("Schedule"), ranks, microbatches, per_rank)

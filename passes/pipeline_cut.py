@@ -10,10 +10,11 @@
                 sum_{s on d} (P_s + n_s A_s) <= M[d]        for every device d and every moment n of its schedule
 
 t are seconds of forward and backward, P_s the parameters' bytes of a stage, A_s the bytes it keeps per microbatch
-(its activations, what it got and what it sent), n_s how many microbatches it keeps at a moment. A device's sends are the
-activations of its stages that go to another device and the gradients that it sends back. Every term is linear in y. T
-is the busiest device's time; the bubble follows from the schedule (pipeline_timing.py). The program is that of
-PipeDream's partitioning (Narayanan et al. 2019, "PipeDream", section 3.1) with memory and unequal devices.
+(its activations, what it got and what it sent), n_s how many microbatches it keeps at a moment. A device's sends are
+the activations of its stages that go to another device and the gradients that it sends back. Every term is linear in y.
+T is the busiest device's time, and of cuts with equal T that with the shortest longest stage is taken where devices
+have several; the bubble follows from the schedule (pipeline_timing.py). The program is that of PipeDream's partitioning
+(Narayanan et al. 2019, "PipeDream", section 3.1) with memory and unequal devices.
 """
 
 from __future__ import annotations
@@ -200,9 +201,24 @@ def cut_stages(
     values = program.solve(1, [1.0])
     if values is None:
         raise _over(program, limits)
+    if len(placement) > len(devices):  # of the cuts that are as fast the one with the least longest stage
+        program.rows.append((_variable(program.y), -math.inf, float(values[program.y]) * (1 + 1e-7)))
+        for stage, place in enumerate(placement):
+            row = _variable(program.y + 1, -1.0)
+            times = [x.seconds[devices[place].kind].total for x in layers]
+            row.add(program.weighted(stage, times), microbatches / scale)
+            program.rows.append((row, -math.inf, 0.0))
+        even = program.solve(2, [0.0, 1.0])
+        values = values if even is None else even
     ends = program.ends(values)
     busiest = max(busy_seconds(layers, devices, placement, microbatches, ends, sending or Sending()))
     return Cut(ends=ends, busiest_s=busiest)
+
+
+def _variable(index: int, factor: float = 1.0) -> _Linear:
+    found = _Linear()
+    found.terms[index] = factor
+    return found
 
 
 def busy_seconds(

@@ -118,14 +118,15 @@ class PipelinePlan:
         return plan
 
     def digest(self) -> str:
-        """A hash of what ranks must agree on: schedule, microbatches, boundary, and the layers and rank of each stage."""
+        """A hash of what ranks must agree on: schedule, microbatches, boundary, and each stage's layers and rank."""
         what = [self.schedule, self.microbatches, self.boundary, [(s.rank, s.layers) for s in self.stages]]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
     def __str__(self) -> str:
         lines = [
             f"pipeline of {len(self.stages)} stages on {len(self.devices)} ranks, {self.schedule}, {self.microbatches} "
-            f"microbatches, boundary {self.boundary}: predicted step {1e3 * self.step_s:.3g} ms, bubble {self.bubble:.1%}"
+            f"microbatches, boundary {self.boundary}: predicted step {1e3 * self.step_s:.3g} ms, "
+            f"bubble {self.bubble:.1%}"
         ]
         for i, s in enumerate(self.stages):
             layers = s.layers[0] if len(s.layers) == 1 else f"{s.layers[0]} .. {s.layers[-1]} ({len(s.layers)} layers)"

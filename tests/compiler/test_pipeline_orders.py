@@ -8,8 +8,10 @@ from dsmp.compiler.pipeline_orders import SCHEDULES, schedule_kind, schedule_ord
 from dsmp.errors import ScheduleError, UnknownScheduleError
 from dsmp.passes.pipeline_timing import StageSeconds, Work, live_microbatches, peak_live, simulate
 
+EVEN = StageSeconds(1, 1, 1)
 
-def timing(name, ranks, microbatches, seconds=StageSeconds(1, 1, 1), sends=()):
+
+def timing(name, ranks, microbatches, seconds=EVEN, sends=()):
     order = schedule_order(name, ranks, microbatches)
     stages = 1 + max(w.stage for works in order for w in works)
     return simulate(order, [seconds] * stages, sends)
@@ -76,8 +78,8 @@ def test_moments_of_a_rank_with_several_stages():
 def test_numbers_that_a_schedule_does_not_work_for():
     with pytest.raises(UnknownScheduleError, match=r"1f1b"):
         schedule_order("1f1", 4, 8)
-    with pytest.raises(ScheduleError, match="interleaved does not work for 4 ranks and 10 microbatches"):
-        schedule_order("interleaved", 4, 10)
+    with pytest.raises(ScheduleError, match="interleaved does not work for 4 ranks and 11 microbatches"):
+        schedule_order("interleaved", 4, 11)
     with pytest.raises(ScheduleError, match=r"8 stages are asked for; 1f1b on 4 ranks has 4"):
         schedule_order("1f1b", 4, 8, stages=8)
     with pytest.raises(ScheduleError, match=r"multiple of 4, at least 8"):
