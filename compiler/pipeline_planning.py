@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
 from ..errors import PipelineError, StageSplitError, TooFewLayersError, did_you_mean
 from ..hardware_db.capability import Device
-from ..passes.graph import calls, is_backward, is_float, numel_of, operands, root, tensors_of
+from ..passes.graph import calls, is_backward, is_float, numel_of, operands, output_node, placeholders, root, tensors_of
 from ..passes.keys import DGRAD, WGRAD, key_of
 from ..passes.layers import Positions, find_layers, joined
 from ..passes.legalize import legalize
@@ -35,6 +36,7 @@ from .execution import as_stored
 from .pipeline import make_plan
 from .pipeline_orders import schedule_kind, schedule_order
 from .saved_activations import saved_activations
+from .tracing import PARTITION_ARGUMENTS
 
 OPTIMIZER_BYTES = 8
 """Bytes of optimizer state per trainable value: AdamW's two moments in fp32."""
@@ -271,11 +273,14 @@ def _parameter_bytes(
 ) -> list[int]:
     """Weights, gradients and optimizer state of each group."""
     found = [0] * (group_of[-1] + 1)
+    results: Any = output_node(graph.gm).args[0]
+    gradients = results[graph.gm.meta[PARTITION_ARGUMENTS]["num_fwd_outputs"] :]  # one per placeholder, None for none
+    trained = {p for p, g in zip(placeholders(graph.gm), gradients, strict=False) if g is not None}
     for parameter in graph.parameters:
         used = positions.uses(parameter)
         for tensor in tensors_of(parameter):
             size = numel_of(tensor) * tensor.element_size()
-            if tensor.requires_grad:
+            if parameter in trained:
                 size += size + optimizer_bytes * numel_of(tensor)
             found[group_of[used[0]] if used else 0] += size
     return found

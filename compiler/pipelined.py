@@ -22,7 +22,7 @@ from .options import Executor
 from .pipeline_orders import schedule_kind, schedule_order
 from .pipeline_planning import RankDevice, plan_pipeline
 from .plan_agreement import agree
-from .stage_graphs import Loss, StageGraph, argument_name, cut_graph, export_model
+from .stage_graphs import TARGET, Loss, StageGraph, argument_name, cut_graph, export_model
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -179,7 +179,7 @@ class Pipelined(nn.Module):
         if self.has_loss:
             if not isinstance(target, Tensor) or target.shape[:1] != (batch,):
                 raise InputSpecError(f"target must be a tensor of {batch} rows, as the inputs are; loss_fn gets it.")
-            given["target"] = target.to(self.device)
+            given[TARGET] = target.to(self.device)
         elif target is not None:
             raise InputSpecError("target is given, and the pipeline was made without loss_fn, which would get it.")
         anchor = (torch.zeros(self.plan.microbatches, device=self.device),) if self.first else ()

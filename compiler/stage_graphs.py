@@ -179,7 +179,7 @@ class _Stage:
             self.graph.placeholder("first")
         for node, name in zip(self._tensor_inputs(), self.cut.exported.inputs, strict=True):
             self.new[node] = self._placeholder(argument_name(name), node)
-        target = self.graph.placeholder("target", default_value=None)
+        target = self.graph.placeholder(TARGET, default_value=None)
         self._place([n for n in self.cut.gm.graph.nodes if n in self.cut.kept[self.stage]])
         if self.stage + 1 < self.cut.stages:
             self.graph.output(tuple(self._sendable(n) for n in sent))
@@ -286,6 +286,8 @@ class _Stage:
 
 
 LOSS = "_dsmp_loss"
+TARGET = "loss_target"
+"""The argument of a stage that the loss function gets beside the output of the model."""
 
 
 class _Loss(nn.Module):

@@ -47,7 +47,7 @@ class StageSeconds(NamedTuple):
             return self.input_gradient + self.weight_gradient
         return {"F": self.forward, "I": self.input_gradient, "W": self.weight_gradient}[kind]
 
-    def __add__(self, other: object) -> StageSeconds:  # type: ignore[override]
+    def __add__(self, other: object) -> StageSeconds:
         assert isinstance(other, StageSeconds)
         return StageSeconds(*(a + b for a, b in zip(self, other, strict=True)))
 

@@ -15,6 +15,7 @@ from dsmp.compiler.small_gpt import SmallGpt, SmallGptConfig, small_gpt_batch
 from dsmp.errors import DsmpError
 
 MICROBATCHES = 4
+LEARNING_RATE = 0.05
 
 
 class Logits(nn.Module):
@@ -108,7 +109,7 @@ def uses() -> dict[str, Any]:
         loss_fn=cross_entropy,
         compile=False,
     )
-    optimizer = torch.optim.SGD(made.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(made.parameters(), lr=LEARNING_RATE)
     losses = []
     for _ in range(3):
         optimizer.zero_grad()

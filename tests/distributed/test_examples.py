@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LINE = re.compile(r"step +\d+ +on the mesh ([\d.]+) +in one process ([\d.]+)")
+LINE = re.compile(r"step +\d+ +(?:on the mesh|in the pipeline) ([\d.]+) +in one process ([\d.]+)")
 
 
-def run(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(ranks: int, *arguments: str, example: str = "sharded_gpt.py") -> subprocess.CompletedProcess[str]:
     """An example under torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    script = str(ROOT / "examples" / "sharded_gpt.py")
+    script = str(ROOT / "examples" / example)
     return subprocess.run(
         [*command, script, *arguments], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
@@ -42,3 +42,17 @@ def test_a_mesh_that_is_not_what_was_started():
     done = run(2, "--mesh", "dp=2,tp=2")
     assert done.returncode != 0
     assert "--mesh has 4 ranks, torchrun started 2." in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "tolerance", "stages"),
+    [(["--schedule", "1f1b"], 1e-5, 2), (["--schedule", "interleaved", "--boundary", "bf16", "--no-compile"], 1e-3, 4)],
+)
+def test_losses_of_a_pipeline_are_those_of_one_process(arguments, tolerance, stages):
+    done = run(2, *arguments, example="pipeline_gpt.py")
+    assert done.returncode == 0, done.stderr
+    assert f"pipeline of {stages} stages on 2 ranks" in done.stdout
+    losses = [(float(a), float(b)) for a, b in LINE.findall(done.stdout)]
+    assert len(losses) == 10 and losses[-1][1] < losses[0][1] - 0.5
+    assert all(abs(staged - whole) < tolerance * whole for staged, whole in losses)

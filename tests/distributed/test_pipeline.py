@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pipeline_ranks
 import pytest
+import torch
 
 from dsmp.passes.pipeline_plan import PipelinePlan
 
@@ -77,7 +78,18 @@ def test_narrow_boundaries_halve_what_is_sent(found, whole):
 
 def test_a_pipeline_is_trained_and_refuses_what_it_was_not_made_for(two_ranks):
     first, last = two_ranks.run(pipeline_ranks.uses)
-    assert first["losses"] == [None] * 3 and last["losses"][2] < last["losses"][0] - 0.1
+    ids, targets = pipeline_ranks.batch()
+    model = pipeline_ranks.gpt()
+    optimizer = torch.optim.SGD(model.parameters(), lr=pipeline_ranks.LEARNING_RATE)
+    whole = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(ids, targets)
+        loss.backward()
+        optimizer.step()
+        whole.append(loss.item())
+    assert first["losses"] == [None] * 3 and whole[2] < whole[0]
+    np.testing.assert_allclose(last["losses"], whole, rtol=1e-5)
     assert first["stages"][1][0] == "gpt.blocks.1"
     assert all(n.startswith("gpt.") for n in first["state"] + last["state"])
     for found in (first, last):
