@@ -53,13 +53,9 @@ def saved_activations(
     return saved_in_forward(forward, arguments["num_fwd_outputs"])
 
 
-def saved_bytes_of_forward(forward: fx.GraphModule, num_outputs: int) -> int:
-    """Bytes of the tensors that a partitioned forward graph returns beyond the model's own outputs."""
-    return sum(saved_in_forward(forward, num_outputs).values())
-
-
 def saved_in_forward(forward: fx.GraphModule, num_outputs: int) -> dict[fx.Node, int]:
-    """Those tensors, by the node that computed each, and their bytes."""
+    """Bytes of the tensors that a partitioned forward graph returns beyond the model's own outputs, by the node that
+    computed each."""
     outputs = output_node(forward).args[0]
     assert isinstance(outputs, (list, tuple))
     found: dict[fx.Node, int] = {}
