@@ -116,8 +116,8 @@ def pipeline(
         settings = {**(options or {}), "executor": executor}
         for graph in graphs.values():
             graph.module.compile(backend="dsmp", options=settings)
-    names = input_names(model, args, kwargs)
-    return Pipelined(plan, mesh, graphs, names, (args, kwargs), device, has_loss=loss_fn is not None)
+    arguments = input_names(model, args, kwargs)
+    return Pipelined(plan, mesh, graphs, arguments, (args, kwargs), device, has_loss=loss_fn is not None)
 
 
 class Pipelined(nn.Module):
@@ -197,7 +197,7 @@ class Pipelined(nn.Module):
         for stage in self._stages.values():
             yield from stage.named_parameters(*args, **kwargs)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """This rank's part of the model's state, under the model's names."""
         return {n: v for stage in self._stages.values() for n, v in stage.state_dict().items()}
 

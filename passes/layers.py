@@ -75,7 +75,7 @@ def _must_not_repeat(node: fx.Node) -> bool:
 
 def joined(count: int, uses: Sequence[Sequence[int]]) -> list[range]:
     """Positions in groups: those from the first to the last use of one parameter are together."""
-    ends = {}
+    ends: dict[int, int] = {}
     for positions in uses:
         if len(positions) > 1:
             ends[positions[0]] = max(positions[-1], ends.get(positions[0], 0))
