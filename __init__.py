@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .compiler.expert_parallel import expert_parallel
     from .compiler.fsdp_policy import fsdp_policy
     from .compiler.parallelize import parallelize
+    from .compiler.pipelined import pipeline
     from .compiler.plan_registry import audit, plan_of
     from .compiler.planning import measure_scores, plan
     from .hardware_db.capability import Device, Verdict
@@ -54,6 +55,7 @@ _HOMES = {
     "load_scores": ".passes.scores",
     "measure_scores": ".compiler.planning",
     "parallelize": ".compiler.parallelize",
+    "pipeline": ".compiler.pipelined",
     "plan": ".compiler.planning",
     "plan_of": ".compiler.plan_registry",
     "resolve_hardware": ".hardware_db.detect",
@@ -80,6 +82,7 @@ __all__ = [
     "load_scores",
     "measure_scores",
     "parallelize",
+    "pipeline",
     "plan",
     "plan_of",
     "resolve_hardware",

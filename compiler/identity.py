@@ -17,6 +17,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..passes.keys import ModuleNames
 
+PART = "_dsmp_part_"
+"""How the names of modules begin that hold a part of what the module above them computes: its name is theirs."""
+
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
@@ -45,7 +48,7 @@ def module_names(root: nn.Module) -> dict[str, str]:
         above, _, own = name.rpartition(".")
         parent, path = plain.get(above, (None, ""))
         parallel = own == "module" and isinstance(parent, (DataParallel, DistributedDataParallel))
-        if name and own not in _WRAPPERS and not parallel:
+        if name and own not in _WRAPPERS and not own.startswith(PART) and not parallel:
             path = f"{path}.{own}" if path else own
         plain[name] = (module, path)
         found[str(id(module))] = path

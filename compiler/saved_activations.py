@@ -33,6 +33,16 @@ def saved_activation_bytes(
     """
     if change is None and SAVED_AS_TRACED in joint.meta:
         return int(joint.meta[SAVED_AS_TRACED])
+    saved = sum(saved_activations(joint, parameters, change).values())
+    if change is None:
+        joint.meta[SAVED_AS_TRACED] = saved
+    return saved
+
+
+def saved_activations(
+    joint: fx.GraphModule, parameters: frozenset[fx.Node], change: GraphChange | None = None
+) -> dict[fx.Node, int]:
+    """As `saved_activation_bytes`: nodes of the partitioned forward graph, with the joint graph's `meta`, and bytes."""
     with lazily():
         gm, kept = copy_graph(joint, parameters)
         if change is not None:
@@ -40,27 +50,22 @@ def saved_activation_bytes(
         arguments = joint.meta[PARTITION_ARGUMENTS]
         inputs = [n.meta["val"] for n in placeholders(gm)]
         forward, _ = min_cut_rematerialization_partition(gm, inputs, **arguments)
-    saved = saved_bytes_of_forward(forward, arguments["num_fwd_outputs"])
-    if change is None:
-        joint.meta[SAVED_AS_TRACED] = saved
-    return saved
+    return saved_in_forward(forward, arguments["num_fwd_outputs"])
 
 
-def saved_bytes_of_forward(forward: fx.GraphModule, num_outputs: int) -> int:
-    """Bytes of the tensors that a partitioned forward graph returns beyond the model's own outputs."""
+def saved_in_forward(forward: fx.GraphModule, num_outputs: int) -> dict[fx.Node, int]:
+    """Bytes of the tensors that a partitioned forward graph returns beyond the model's own outputs, by the node that
+    computed each."""
     outputs = output_node(forward).args[0]
     assert isinstance(outputs, (list, tuple))
-    total = 0
-    seen: set[fx.Node] = set()
+    found: dict[fx.Node, int] = {}
     for node in outputs[num_outputs:]:
         if not isinstance(node, fx.Node):
             continue
         source = root(node)
-        if source.op == "placeholder" or source in seen:
-            continue
-        seen.add(source)
-        total += sum(numel_of(t) * t.element_size() for t in tensors_of(node))
-    return total
+        if source.op != "placeholder" and source not in found:
+            found[source] = sum(numel_of(t) * t.element_size() for t in tensors_of(node))
+    return found
 
 
 def copy_graph(joint: fx.GraphModule, parameters: frozenset[fx.Node]) -> tuple[fx.GraphModule, frozenset[fx.Node]]:

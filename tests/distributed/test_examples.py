@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LINE = re.compile(r"step +\d+ +on the mesh ([\d.]+) +in one process ([\d.]+)")
+LINE = re.compile(r"step +\d+ +(?:on the mesh|in the pipeline) ([\d.]+) +in one process ([\d.]+)")
 
 
 def run(ranks: int, *arguments: str, script: str = "sharded_gpt.py") -> subprocess.CompletedProcess[str]:
@@ -60,3 +60,17 @@ def test_divided_experts_lose_as_one_process_does(arguments, tolerance, sent):
     assert len(losses) == 10 and losses[-1][1] < losses[0][1] - 0.5
     assert all(abs(mesh - whole) < tolerance * whole for mesh, whole in losses), losses
     assert f": {sent} bytes a rank and layer, of 32,768 in fp32" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "tolerance", "stages"),
+    [(["--schedule", "1f1b"], 1e-5, 2), (["--schedule", "interleaved", "--boundary", "bf16", "--no-compile"], 1e-3, 4)],
+)
+def test_losses_of_a_pipeline_are_those_of_one_process(arguments, tolerance, stages):
+    done = run(2, *arguments, script="pipeline_gpt.py")
+    assert done.returncode == 0, done.stderr
+    assert f"pipeline of {stages} stages on 2 ranks" in done.stdout
+    losses = [(float(a), float(b)) for a, b in LINE.findall(done.stdout)]
+    assert len(losses) == 10 and losses[-1][1] < losses[0][1] - 0.5
+    assert all(abs(staged - whole) < tolerance * whole for staged, whole in losses)

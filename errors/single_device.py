@@ -1,53 +1,24 @@
-"""Every mistake a user can make, one exception class each.
-
-A message states what was wrong, what is allowed and what to do. Everything derives from `DsmpError`, which the command
-line prints without a traceback.
-"""
+"""Mistakes in models, plans, formats, hardware data and calibration."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
-_SHOWN = 12
-_NODES_SHOWN = 8
-
-
-class DsmpError(Exception):
-    """Base of all errors that dsmp raises on purpose."""
-
-
-def near_matches(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
-    """The known names that look most like `name`, best first."""
-    lowered = {k.lower(): k for k in known}
-    return [lowered[m] for m in difflib.get_close_matches(name.lower(), lowered, n=limit, cutoff=0.5)]
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`did you mean a or b?`, or "" where no known name is near."""
-    near = near_matches(name, known)
-    return f"did you mean {' or '.join(near)}?" if near else ""
-
-
-def _unknown(kind: str, name: str, known: Iterable[str], remedy: str) -> str:
-    names = sorted(known)
-    near = near_matches(name, names)
-    hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
-    return f"unknown {kind} {name!r}.{hint} Known: {', '.join(names)}. {remedy}".rstrip()
+from .base import SHOWN, DsmpError, listed, unknown_text
 
 
 class UnknownFormatError(DsmpError):
     """A numeric format that dsmp does not know."""
 
     def __init__(self, name: str, known: Iterable[str]) -> None:
-        super().__init__(_unknown("numeric format", name, known, "Use one of the known names."))
+        super().__init__(unknown_text("numeric format", name, known, "Use one of the known names."))
 
 
 class UnknownRecipeError(DsmpError):
     """A scaling recipe that dsmp does not know."""
 
     def __init__(self, name: str, known: Iterable[str]) -> None:
-        super().__init__(_unknown("scaling recipe", name, known, "Use one of the known names."))
+        super().__init__(unknown_text("scaling recipe", name, known, "Use one of the known names."))
 
 
 class RoundingError(DsmpError):
@@ -76,7 +47,7 @@ class UnknownNodeError(DsmpError):
     """A node (machine of several devices) that is in no data file."""
 
     def __init__(self, name: str, known: Iterable[str]) -> None:
-        super().__init__(_unknown("node", name, known, "Use one of the known names."))
+        super().__init__(unknown_text("node", name, known, "Use one of the known names."))
 
 
 class UndetectedHardwareError(DsmpError):
@@ -94,8 +65,8 @@ class AmbiguousHardwareError(DsmpError):
 
     def __init__(self, name: str, candidates: Iterable[str]) -> None:
         found = sorted(candidates)
-        more = f" and {len(found) - _SHOWN} more (`dsmp hardware list`)" if len(found) > _SHOWN else ""
-        super().__init__(f"hardware {name!r} is ambiguous. Name one of: {', '.join(found[:_SHOWN])}{more}.")
+        more = f" and {len(found) - SHOWN} more (`dsmp hardware list`)" if len(found) > SHOWN else ""
+        super().__init__(f"hardware {name!r} is ambiguous. Name one of: {', '.join(found[:SHOWN])}{more}.")
 
 
 class ClusterError(DsmpError):
@@ -114,7 +85,7 @@ class UnknownOptionError(DsmpError):
     """A key in torch.compile's options that dsmp does not have."""
 
     def __init__(self, name: str, known: Iterable[str]) -> None:
-        super().__init__(_unknown("option", name, known, "Pass options={...} with known keys only."))
+        super().__init__(unknown_text("option", name, known, "Pass options={...} with known keys only."))
 
 
 class InvalidOptionError(DsmpError):
@@ -214,7 +185,7 @@ class UnknownTargetError(DsmpError):
     """An instruction set for which there are no kernels."""
 
     def __init__(self, name: str, known: Iterable[str]) -> None:
-        super().__init__(_unknown("target", name, known, "Use one of the known names, or a device that has one."))
+        super().__init__(unknown_text("target", name, known, "Use one of the known names, or a device that has one."))
 
 
 class MissingToolError(DsmpError):
@@ -233,24 +204,6 @@ class SilentFallbackError(DsmpError):
     for."""
 
 
-class UnknownWireFormatError(DsmpError):
-    """A format for collectives that dsmp does not know."""
-
-    def __init__(self, name: str, known: Iterable[str]) -> None:
-        super().__init__(_unknown("wire format", name, known, "Use one of the known names, or 'int8:64', 'topk:0.05'."))
-
-
-class InvalidWireFormatError(DsmpError):
-    """A known format for collectives with a block or a share that it cannot have."""
-
-    def __init__(self, text: str, allowed: str) -> None:
-        super().__init__(f"wire format {text!r} is not possible; allowed: {allowed}.")
-
-
-class FeedbackError(DsmpError):
-    """A module or group for which error feedback cannot be set up."""
-
-
 class TieError(DsmpError):
     """Nodes that must take the same format but share none.
 
@@ -260,7 +213,7 @@ class TieError(DsmpError):
     def __init__(self, nodes: Sequence[int], names: Sequence[str] = ()) -> None:
         self.nodes, self.names = tuple(nodes), tuple(names)
         super().__init__(
-            f"{len(self.nodes)} tied nodes ({_listed(self.nodes, self.names)}) have no format in common. Take back the "
+            f"{len(self.nodes)} tied nodes ({listed(self.nodes, self.names)}) have no format in common. Take back the "
             "rules that ask for different formats of them, or untie them (tied=False, on the command line --untied)."
         )
 
@@ -278,97 +231,6 @@ class UnreachableBudgetError(BudgetError):
         unit = " bytes" if name == "memory" else ""
         super().__init__(
             f"the {name} budget of {budget:,.4g}{unit} cannot be met{given}: the least that can be reached is "
-            f"{least:,.4g}{unit}. What binds: {_listed(self.nodes, self.names)}. Raise the budget, or take back the "
+            f"{least:,.4g}{unit}. What binds: {listed(self.nodes, self.names)}. Raise the budget, or take back the "
             "rules and limits on these nodes."
         )
-
-
-def _listed(nodes: Sequence[int], names: Sequence[str]) -> str:
-    """The first of some nodes by key, else by number, and how many more there are."""
-    shown = [*names[:_NODES_SHOWN]] or [f"node {n}" for n in nodes[:_NODES_SHOWN]]
-    more = len(nodes) - len(shown)
-    return f"{', '.join(shown)}{f' and {more:,} more' if more > 0 else ''}"
-
-
-class ShardingPlanError(DsmpError):
-    """A sharding plan that cannot be read or does not fit the mesh or the model."""
-
-
-class IndivisibleError(ShardingPlanError):
-    """Sizes (heads, widths, vocabulary, batch) that a mesh dimension does not divide."""
-
-    def __init__(self, reasons: Sequence[str]) -> None:
-        listed = "; ".join(dict.fromkeys(reasons))
-        super().__init__(
-            f"the model cannot be sharded so: {listed}. Replicate it there, or take a mesh that divides it."
-        )
-
-
-class UnshardableError(DsmpError):
-    """An operation that has no sharded form."""
-
-
-class RanksDisagreeError(DsmpError):
-    """Ranks that hold different sharding plans or graphs: their collectives would wait for each other for ever."""
-
-
-class ExpertsError(DsmpError):
-    """A model, a module of experts or a mesh for which experts cannot be divided among ranks."""
-
-
-class EmptyStateError(DsmpError):
-    """A sharded module that is called while its parameters or buffers have no values yet."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        super().__init__(
-            f"on the meta device, without values: {_listed(range(len(names)), names)}. Call "
-            "to_empty(device=...) and load a checkpoint (torch.distributed.checkpoint.load into state_dict()) first."
-        )
-
-
-class RankLostError(DsmpError):
-    """A rank that others communicate with has died, stopped or left, seen from a collective that cannot end.
-
-    `dims` are the mesh dimensions that the collective may run along: one where it is known.
-    """
-
-    def __init__(self, dims: Mapping[str, Sequence[int]], half: str, reason: str) -> None:
-        self.dims = tuple(dims)
-        where = " or ".join(f"{name!r} (ranks {', '.join(map(str, ranks))})" for name, ranks in dims.items())
-        super().__init__(
-            f"a rank was lost: in the {half} pass a collective along mesh dimension {where} did not end: {reason}. "
-            "Look for the first error in the logs of the other ranks, then start all ranks again from the last "
-            "checkpoint: these process groups cannot be used any more. For ranks that are slow, not dead, give "
-            "init_process_group a longer timeout."
-        )
-
-
-class GradientOwnerError(DsmpError):
-    """Gradients that two owners would average or encode."""
-
-    def __init__(self, owner: str, remedy: str) -> None:
-        super().__init__(f"gradients have one owner, and {owner}. {remedy}.")
-
-
-class ResidualsError(DsmpError):
-    """Saved residuals of error feedback that are not those of this rank and module."""
-
-    def __init__(self, what: str, rank: int, ranks: int) -> None:
-        super().__init__(
-            f"residuals that do not fit rank {rank} of {ranks}: {what}. Load what this rank saved, with the same "
-            "module, wire format and number of ranks, or start without residuals."
-        )
-
-
-class FsdpPolicyError(DsmpError):
-    """A format that `fully_shard` cannot gather parameters or reduce gradients in."""
-
-    def __init__(self, name: str, value: object, possible: Iterable[str]) -> None:
-        super().__init__(
-            f"fully_shard cannot {name} in {value!r}; possible: {', '.join(possible)}. Other formats need collectives "
-            "in the graph: dsmp.parallelize(..., wire=...), or the backend's option 'wire' for SimpleFSDP-style code."
-        )
-
-
-class NoEffectError(DsmpError):
-    """Under strict, an option or a plan that reaches nothing of what was compiled."""
