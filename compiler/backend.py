@@ -274,7 +274,7 @@ def _source_hash() -> str:
     """Hash over all of dsmp's sources and data: another version of the code must not find this one's cached graphs."""
     root = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
-    for folder in ("", "hardware_db", "hardware_db/data", "passes", "codegen", "codegen/kernels", "compiler"):
+    for folder in ("", "errors", "hardware_db", "hardware_db/data", "passes", "codegen", "codegen/kernels", "compiler"):
         for file in sorted((root / folder).glob("*.*")):
             if file.suffix in (".py", ".toml"):
                 digest.update(file.read_bytes())

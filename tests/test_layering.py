@@ -14,8 +14,8 @@ from dsmp.hardware_db import names
 
 ROOT = Path(dsmp.__file__).resolve().parent
 LAYERS = ("errors", "hardware_db", "passes", "codegen", "compiler", "bench")
-FOLDERS = LAYERS[1:5]
-FILES = sorted([ROOT / "errors.py", *(f for folder in FOLDERS for f in (ROOT / folder).rglob("*.py"))])
+FOLDERS = LAYERS[:5]
+FILES = sorted(f for folder in FOLDERS for f in (ROOT / folder).rglob("*.py"))
 FACE = [ROOT / "__init__.py", ROOT / "__main__.py"]
 MAX_LINES = 400
 
