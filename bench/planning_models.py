@@ -44,13 +44,17 @@ FORMATS: dict[str, frozenset[str] | None] = {
 }
 
 
-def captured(name: str) -> tuple[dsmp.Capture, float]:
-    """A training step on one sequence of 2,048 tokens, captured on the meta device, and the seconds it took."""
-    config = LlamaConfig(
+def llama_config(name: str) -> LlamaConfig:
+    """The config of a size of Llama 3.1."""
+    return LlamaConfig(
         **MODELS[name], num_key_value_heads=8, vocab_size=128_256, max_position_embeddings=8192, use_cache=False
     )
+
+
+def captured(name: str) -> tuple[dsmp.Capture, float]:
+    """A training step on one sequence of 2,048 tokens, captured on the meta device, and the seconds it took."""
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        model = LlamaForCausalLM(llama_config(name))
         ids = torch.empty(1, 2048, dtype=torch.int64)
     return timed(lambda: dsmp.capture(model, (), {"input_ids": ids, "labels": ids}))
 

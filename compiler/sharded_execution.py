@@ -21,13 +21,21 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..errors import InvalidOptionError
-from ..passes.graph import SLICE_OPS, VIEW_OPS, complete_halves, is_getitem, node_op, output_node, placeholders
+from ..passes.graph import (
+    SLICE_OPS,
+    VIEW_OPS,
+    complete_halves,
+    fake_mode_of,
+    is_getitem,
+    node_op,
+    output_node,
+    placeholders,
+)
 from ..passes.graph_identity import take_over
 from ..passes.sharding import Placements
 from .tracing import boxed
@@ -101,7 +109,7 @@ def _regather(gm: fx.GraphModule) -> None:
 def _for_inductor(gm: fx.GraphModule) -> fx.GraphModule:
     """The graph in Inductor's own operators: it has no lowering for what its decompositions replace."""
     values = [n.meta["val"] for n in placeholders(gm)]
-    mode = next((v.fake_mode for v in values if isinstance(v, torch._subclasses.FakeTensor)), FakeTensorMode())
+    mode = fake_mode_of(values)
     with mode, torch.no_grad(), fx.traceback.preserve_node_meta():
         interpreter = fx.Interpreter(gm)
         new = make_fx(lambda *args: interpreter.run(*args), decomposition_table=select_decomp_table())(*values)
@@ -116,7 +124,7 @@ def _eager(gm: fx.GraphModule, backward: bool) -> Compiled:
 
 def _inductor(gm: fx.GraphModule, backward: bool) -> Compiled:
     values = [n.meta["val"] for n in placeholders(gm)]
-    mode = next((v.fake_mode for v in values if isinstance(v, torch._subclasses.FakeTensor)), FakeTensorMode())
+    mode = fake_mode_of(values)
     with torch._guards.tracing(torch._guards.TracingContext(mode)):
         compiled: Any = compile_fx_inner(gm, values, is_backward=backward)
     return compiled  # type: ignore[no-any-return]

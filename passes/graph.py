@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
@@ -203,3 +204,8 @@ def output_node(gm: fx.GraphModule) -> fx.Node:
 
 def placeholders(gm: fx.GraphModule) -> list[fx.Node]:
     return [n for n in gm.graph.nodes if n.op == "placeholder"]
+
+
+def fake_mode_of(values: Iterable[object]) -> FakeTensorMode:
+    """The mode of the fake tensors among values, a new one if there are none."""
+    return next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None) or FakeTensorMode()

@@ -64,7 +64,7 @@ def propose(
         allowed = ", one ".join(" or ".join(kind) for kind in kinds)
         raise ShardingPlanError(
             f"no plan can be found for mesh dimensions {', '.join(mesh)}: name at most one {allowed}, or give a "
-            "ShardingPlan."
+            "ShardingPlan. Stages of a pipeline are planned by dsmp.pipeline."
         )
     data = [d for d in mesh if d in BATCH_DIMS]
     tensor = [d for d in mesh if d in TENSOR_DIMS]

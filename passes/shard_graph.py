@@ -35,14 +35,13 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTOutput,
     TangentAOTInput,
 )
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map_only
 
 from ..errors import IndivisibleError, UnshardableError
-from .graph import VIEW_OPS, complete_halves, is_getitem, node_op, output_node, placeholders, value_of
+from .graph import VIEW_OPS, complete_halves, fake_mode_of, is_getitem, node_op, output_node, placeholders, value_of
 from .graph_identity import hand_on_identity, take_over
 from .shard_embedding import embed, embed_backward
 from .shard_experts import exchange, expert_shards, gather_rows, register_grouped_products
@@ -90,7 +89,7 @@ def shard_graph(joint: fx.GraphModule, mesh: DeviceMesh, plan: ShardingPlan, nam
     register_cpu_attention()
     register_grouped_products()
     fakes = [n.meta["val"] for n in placeholders(joint)]
-    mode = next((f.fake_mode for f in fakes if isinstance(f, torch._subclasses.FakeTensor)), None) or FakeTensorMode()
+    mode = fake_mode_of(fakes)
     layout = [_placements(n, plan, names) for n in placeholders(joint)]
     verdicts = [
         v
