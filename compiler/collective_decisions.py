@@ -33,8 +33,8 @@ def is_worth_encoding(c: Collective) -> bool:
 
 
 class CollectiveDecider:
-    """Decides the collectives of one rank's graph. `asked` has formats by mesh dimension, `decisions` those of the
-    other nodes by key, `storage` is the device's storage format."""
+    """Decides the collectives of one rank's graph. `asked` has formats by mesh dimension, `chosen` those that a budget
+    pays for by key, `decisions` those of the other nodes by key; `storage` is the device's storage format."""
 
     def __init__(
         self,
@@ -44,9 +44,10 @@ class CollectiveDecider:
         cluster: Cluster,
         mesh: Mapping[str, int],
         asked: Mapping[str, WireFormat],
+        chosen: Mapping[str, WireFormat] | None = None,
     ) -> None:
         self.rank, self.decisions, self.storage = rank, decisions, storage
-        self.cluster, self.mesh, self.asked = cluster, mesh, asked
+        self.cluster, self.mesh, self.asked, self.chosen = cluster, mesh, asked, chosen or {}
 
     def decide(self) -> list[tuple[Collective, CollectiveDecision]]:
         """One decision for each collective of the graph, whatever it stands for. Raises ClusterError."""
@@ -55,20 +56,24 @@ class CollectiveDecider:
     def _decision(self, c: Collective) -> CollectiveDecision:
         dim = self.rank.dim(c)
         wire, reason = self._wire(c)
-        sends = c.sent_bytes if wire == FP32 else sent_bytes(c, wire)
-        whole = numel_of(c.value) * c.value.dtype.itemsize * (c.ranks if c.kind == "all_gather" else 1)
-        seconds = self.cluster.collective_time(
-            c.kind, whole * sends / max(c.sent_bytes, 1.0), self.cluster.layout(self.mesh, dim)
-        )
         return CollectiveDecision(
             key=str(key_of(c.start)), dim=dim, kind=c.kind, shape=list(shape_of(c.value)), wire=str(wire),
-            bytes_as_written=c.sent_bytes, bytes=sends, time_us=round(1e6 * seconds, 3),
+            bytes_as_written=c.sent_bytes, bytes=_sends(c, wire), time_us=self.time_us(c, wire),
             hidden=self.rank.is_hidden(c), reason=reason,
         )  # fmt: skip
+
+    def time_us(self, c: Collective, wire: WireFormat) -> float:
+        """Predicted microseconds of a collective in a format. Raises ClusterError."""
+        whole = numel_of(c.value) * c.value.dtype.itemsize * (c.ranks if c.kind == "all_gather" else 1)
+        layout = self.cluster.layout(self.mesh, self.rank.dim(c))
+        share = _sends(c, wire) / max(c.sent_bytes, 1.0)
+        return round(1e6 * self.cluster.collective_time(c.kind, whole * share, layout), 3)
 
     def _wire(self, c: Collective) -> tuple[WireFormat, Reason]:
         if not is_worth_encoding(c):
             return FP32, Reason(code="small", text=f"a statistic, or fewer than {LEAST_VALUES} values: sent as traced")
+        if (paid := self.chosen.get(str(key_of(c.start)))) is not None:
+            return paid, Reason(code="budget", text=f"{paid} on the wire is within the budget")
         asked = self.asked.get(self.rank.dim(c))
         wire, text = (asked, f"asked for over {self.rank.dim(c)}") if asked is not None else self._lossless(c)
         refused = why_as_written(c, wire)
@@ -101,3 +106,8 @@ class CollectiveDecider:
         if decision is None or decision.op not in GEMM_CLASSES:
             return None
         return operand_storage(self.storage, format_of(c.value.dtype) or "fp32", decision.compute)
+
+
+def _sends(c: Collective, wire: WireFormat) -> float:
+    """Bytes that a rank sends for a collective in a format, fp32 being as written."""
+    return c.sent_bytes if wire == FP32 else sent_bytes(c, wire)

@@ -15,8 +15,10 @@ from ..errors import InvalidOptionError
 from ..hardware_db.capability import Device
 from ..hardware_db.catalog import load_catalog
 from ..hardware_db.cluster import cluster_of
+from ..passes.budget_text import DEFAULT_BUDGET, parse_budget
 from ..passes.parallel_candidates import BATCH_DIMS
 from ..passes.plan import PrecisionPlan, Rule
+from ..passes.scores import load_scores
 from ..passes.sharding import ShardingRule
 from .cli_mesh import MeshArguments
 from .mesh_planning import MeshRequest, plan_for_mesh, without_gradients
@@ -25,10 +27,12 @@ from .model_building import LoadedModel
 
 def plan_on_mesh(
     arguments: MeshArguments, loaded: LoadedModel, device: Device, rules: Sequence[Rule], files: Sequence[Path],
-    *, given_inputs: bool, training: bool,
+    *, given_inputs: bool, training: bool, scores: Path | None = None, budget: str | None = None,
 ) -> PrecisionPlan:  # fmt: skip
     """Plan a loaded model. Inputs that the user gave are of the whole batch; of those that the model's library chose
     every data-parallel rank has its own. Raises as `plan_for_mesh`, and InvalidOptionError for an exported program."""
+    if budget is not None and scores is None:
+        raise InvalidOptionError("--budget", budget, "with --mesh and --scores")
     if loaded.module is None:
         raise InvalidOptionError("--mesh", arguments.mesh, "with a module; an exported program has its shapes fixed")
     request = MeshRequest(
@@ -37,6 +41,8 @@ def plan_on_mesh(
         sequence=arguments.sequence,
         sharding_rules=[ShardingRule(pattern=g, placements={d: p}) for g, d, p in arguments.place],
         wire=arguments.wire,
+        scores=load_scores(scores) if scores is not None else None,
+        budget=parse_budget(budget) if budget is not None else DEFAULT_BUDGET,
     )
     cluster = cluster_of(load_catalog(files), device.id, arguments.node)
     args, kwargs = loaded.args, loaded.kwargs

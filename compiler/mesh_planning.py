@@ -20,18 +20,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import CaptureError, InvalidOptionError
 from ..hardware_db.capability import Device
 from ..hardware_db.cluster import Cluster
+from ..passes.budget_text import DEFAULT_BUDGET
+from ..passes.formulate import formulate
+from ..passes.gemm import gemm_op
 from ..passes.graph import calls
 from ..passes.keys import NodeKey, key_of
 from ..passes.mesh_plan import CollectiveDecision, MeshPlan, Placing, RankMemory, StepTime
 from ..passes.parallel_candidates import BATCH_DIMS, TENSOR_DIMS, Candidate, propose
-from ..passes.plan import PrecisionPlan, Rule
+from ..passes.plan import Budget, Decision, PrecisionPlan, Rule, fingerprint, follow, given_keys
+from ..passes.program import Program, Solution
+from ..passes.scores import Scores
 from ..passes.select_default import Selection, select_default
 from ..passes.shard_graph import shard_graph
 from ..passes.sharding import ShardingPlan, ShardingRule
+from ..passes.solve import force, solve_program
 from ..passes.wire_formats import WireFormat, parse_wire
 from .attention_width import attention_of_one_width
 from .balanced_experts import balance_experts
 from .block_folding import Repeats, fold_blocks
+from .budgeted_rank import folded_scores, paid_wires, repeated, with_collectives
 from .collective_decisions import CollectiveDecider
 from .fake_mesh import fake_mesh
 from .joint_capture import JointCapture, capture_joint, check_names
@@ -47,13 +54,16 @@ _STAGES = (0, 2, 3)  # stage 1 sends what stage 0 does
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshRequest:
     """What a user says of the mesh: ranks by dimension, outermost first; the ZeRO stage and whether sequences are
-    divided (None: what is best); rules for parameters; wire formats, one for all or by mesh dimension."""
+    divided (None: what is best); rules for parameters; wire formats, one for all or by mesh dimension; scores of the
+    model and a budget (a share of 1), within which formats of nodes and of collectives are chosen together."""
 
     mesh: Mapping[str, int]
     zero: int | None = None
     sequence: bool | None = None
     sharding_rules: Sequence[ShardingRule] = ()
     wire: str | Mapping[str, str] | None = None
+    scores: Scores | None = None
+    budget: float = DEFAULT_BUDGET
 
     @property
     def wires(self) -> dict[str, WireFormat]:
@@ -79,6 +89,7 @@ class _Priced:
     decided: Decided
     step: StepTime
     memory: RankMemory
+    solution: Solution | None = None
 
     @property
     def placing(self) -> Placing:
@@ -102,10 +113,12 @@ def plan_for_mesh(
     """The plan of a model whose inputs (global shapes) are given, for a mesh of equal devices.
 
     Raises CaptureError, ShardingPlanError, IndivisibleError, UnshardableError, ClusterError, InvalidOptionError and
-    PlanHardwareError.
+    PlanHardwareError; with scores ScoresError and BudgetError.
     """
     with fake_mesh(request.mesh) as mesh:
         capture, repeats = capture_folded(model, args, kwargs, [*rules, *request.sharding_rules])
+        if request.scores is not None:
+            request.scores.check(_fingerprint(capture, repeats))
         planner = _Planner(capture, repeats, mesh, device, cluster, request, rules)
         tried = planner.search()
     best = min(tried, key=lambda p: (not p.memory.fits, p.memory.total if not p.memory.fits else 0, p.step.total_us))
@@ -148,6 +161,13 @@ def _capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         return capture_joint(model, args, kwargs)
 
 
+def _fingerprint(capture: JointCapture, repeats: Repeats) -> str:
+    """What scores of the whole model are signed with."""
+    keys = [k for n in calls(capture.gm) if (k := key_of(n)) is not None and gemm_op(n) is not None]
+    found = [NodeKey(p, k.phase, k.op, k.ordinal) for k in keys for p in repeats.paths(k.fqn)]
+    return fingerprint((str(k), "", []) for k in found)
+
+
 def _tell_blocks_apart(
     capture: JointCapture, short: nn.Module, repeats: Repeats, rules: Sequence[Rule | ShardingRule]
 ) -> bool:
@@ -179,6 +199,7 @@ class _Planner:
         self.capture, self.repeats, self.mesh = capture, repeats, mesh
         self.device, self.cluster, self.request, self.rules = device, cluster, request, rules
         self.asked = request.wires
+        self.scores = None if request.scores is None else folded_scores(request.scores, repeats)
         self.groups: dict[str, str] = {mesh.get_group(i).group_name: name for i, name in enumerate(request.mesh)}
 
     def search(self) -> list[_Priced]:
@@ -206,16 +227,43 @@ class _Planner:
         plan = found.plan.with_rules(self.request.sharding_rules)
         check_names(self.capture, plan)
         graph = shard_graph(self.capture.gm, self.mesh, plan, self.capture.names)
-        selection = select_default(graph.gm, self.device, parameters=parameters_of(graph.gm), rules=self.rules)
+        parameters = parameters_of(graph.gm)
+        selection = select_default(graph.gm, self.device, parameters=parameters, rules=self.rules)
+        program = None
+        if self.scores is not None:  # before collectives have keys: their candidates are of another kind
+            program = formulate([(graph.gm, parameters)], self.device, self.scores)
+            program = force(program, given_keys(self.rules, program)) if self.rules else program
         rank = RankGraph(graph, self.groups, self.repeats)
+        paid: dict[str, WireFormat] = {}
+        solution = None
+        if program is not None:
+            selection, paid, solution = self._solved(rank, selection, program)
         decisions = {d.key: d for d in selection.decisions}
-        decided = CollectiveDecider(
-            rank, decisions, self.device.storage, self.cluster, self.request.mesh, self.asked
-        ).decide()
+        decided = self._decider(rank, decisions, paid).decide()
+        step = step_time(rank, decisions, decided, casts_us=solution.cast_us if solution is not None else 0.0)
         return _Priced(
             zero=zero, sequence=sequence, candidate=found, rank=rank, selection=selection, decided=decided,
-            step=step_time(rank, decisions, decided), memory=rank_memory(rank, decisions, self.device, decided),
+            step=step, memory=rank_memory(rank, decisions, self.device, decided), solution=solution,
         )  # fmt: skip
+
+    def _decider(
+        self, rank: RankGraph, decisions: Mapping[str, Decision], paid: Mapping[str, WireFormat]
+    ) -> CollectiveDecider:
+        return CollectiveDecider(
+            rank, decisions, self.device.storage, self.cluster, self.request.mesh, self.asked, paid
+        )
+
+    def _solved(
+        self, rank: RankGraph, selection: Selection, program: Program
+    ) -> tuple[Selection, dict[str, WireFormat], Solution]:
+        """Formats of nodes and collectives that are fastest within the budget."""
+        assert self.scores is not None
+        step = step_time(rank, {d.key: d for d in selection.decisions}, ())
+        blank = self._decider(rank, {}, {})
+        whole = with_collectives(repeated(program, self.repeats), blank, self.scores, step)
+        solved = solve_program(whole, drift=whole.limit(self.request.budget))
+        followed = [d.model_copy(update={"sensitivity": None}) for d in follow(selection.decisions, program, solved)]
+        return replace(selection, decisions=followed), paid_wires(blank, solved.chosen), solved.solution
 
 
 def _plan(best: _Priced, tried: Sequence[_Priced], planner: _Planner, source: str) -> PrecisionPlan:
@@ -240,7 +288,10 @@ def _plan(best: _Priced, tried: Sequence[_Priced], planner: _Planner, source: st
             "saved_bytes": best.memory.activations,
         }
     )  # fmt: skip
-    return plan.model_copy(update={"mesh": mesh_plan, "prediction": prediction})
+    budget = Budget(amount=planner.request.budget) if best.solution is not None else None
+    return plan.model_copy(
+        update={"mesh": mesh_plan, "prediction": prediction, "budget": budget, "solution": best.solution}
+    )
 
 
 def _expanded_rules(plan: ShardingPlan, repeats: Repeats) -> ShardingPlan:

@@ -177,9 +177,9 @@ def _plan_on_mesh(
 ) -> Planned:
     if len(devices) > 1:
         raise InvalidOptionError("--hardware", arguments.hardware, "one device, that of the mesh's ranks")
-    if arguments.calibration:
-        stray = next(iter(arguments.calibration)).replace("_", "-")
-        raise InvalidOptionError(f"--{stray}", "given", "without --mesh: a mesh is planned by the device's tier")
+    if stray := [name for name in arguments.calibration if name not in ("scores", "budget")]:
+        allowed = "without --mesh, which takes --scores (kept with --save-scores) and --budget"
+        raise InvalidOptionError(f"--{stray[0].replace('_', '-')}", "given", allowed)
     training = not arguments.infer
     stages = Stages()
     with only_our_words(arguments.debug):
@@ -188,7 +188,7 @@ def _plan_on_mesh(
         with stages.stage("planning", f"planning for {devices[0].id} on a mesh"):
             plan = plan_on_mesh(
                 mesh, loaded, devices[0], rules, arguments.hardware_files,
-                given_inputs=bool(arguments.inputs), training=training,
+                given_inputs=bool(arguments.inputs), training=training, **arguments.calibration,
             )  # fmt: skip
     return Planned(plan=plan, facts=RunFacts(seconds=stages.seconds, peak_bytes=peak_memory_bytes()))
 

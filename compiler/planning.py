@@ -84,6 +84,8 @@ def plan(
     * `zero`, `sequence`: the ZeRO stage, and whether sequences are divided over tp; by default what is fastest of what
       fits. `sharding_rules` place single parameters.
     * `wire`: what collectives send, one format or formats by mesh dimension; by default what loses nothing.
+    * `scores` of the model, measured on one device, and `budget`: formats of nodes and of collectives are chosen
+      together, as the fastest within the budget.
 
     Raises CaptureError, InputSpecError, UnknownHardwareError, HardwareDataError, RuleError, PlanHardwareError; with
     calibration CalibrationError, LossError, BudgetError, ScoresError; with a mesh ShardingPlanError, IndivisibleError,
@@ -117,11 +119,16 @@ def plan(
     if not args and not named:
         _check_needs_none(model)
     if mesh is not None:
-        if calibration is not None or scores is not None:
-            raise InvalidOptionError("mesh", dict(mesh), "without calibration: a mesh is planned by the device's tier")
+        if calibration is not None or memory is not None or cost != "roofline" or not tied:
+            allowed = "with scores that were measured on one device (dsmp.measure_scores) and a budget, no calibration"
+            raise InvalidOptionError("mesh", dict(mesh), allowed)
         if not isinstance(model, nn.Module):
             raise InvalidOptionError("mesh", dict(mesh), f"with a module, not a {type(model).__name__}")
-        request = MeshRequest(mesh=mesh, zero=zero, sequence=sequence, sharding_rules=tuple(sharding_rules), wire=wire)
+        request = MeshRequest(
+            mesh=mesh, zero=zero, sequence=sequence, sharding_rules=tuple(sharding_rules), wire=wire,
+            scores=scores if scores is None or isinstance(scores, Scores) else load_scores(scores),
+            budget=settings.amount,
+        )  # fmt: skip
         cluster = cluster_of(load_catalog(hardware_file), device.id, node)
         name = source or type(model).__name__
         shown = model if training else without_gradients(model)

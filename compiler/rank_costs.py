@@ -35,17 +35,25 @@ Decided = Sequence[tuple[Collective, CollectiveDecision]]
 _MOMENT_BYTES = 8  # two fp32 moments per value
 
 
-def step_time(rank: RankGraph, decisions: Mapping[str, Decision], collectives: Decided) -> StepTime:
-    """Predicted time of a step of one rank; decisions are those of the rank's graph."""
+def step_time(
+    rank: RankGraph, decisions: Mapping[str, Decision], collectives: Decided, *, casts_us: float = 0.0
+) -> StepTime:
+    """Predicted time of a step of one rank; decisions are those of the rank's graph, `casts_us` what they leave out:
+    casts that several nodes share."""
     passes = [0.0, 0.0]
     products = 0.0
     for node in rank.gm.graph.nodes:
         decision = decisions.get(str(key_of(node)))
         if decision is None:
             continue
-        spent = decision.time_us.get(decision.compute, 0.0) * rank.occurrences(node)
+        gemm = decision.op in GEMM_CLASSES
+        times = decision.time_us  # of a product by what it computes in, of others by what they are stored in
+        own = times.get(decision.compute if gemm else decision.output, times.get(decision.compute, 0.0))
+        spent = own * rank.occurrences(node)
         passes[is_backward(node)] += spent
-        products += spent if decision.op in GEMM_CLASSES else 0.0
+        products += spent if gemm else 0.0
+    whole = sum(passes)
+    passes = [us + casts_us * us / whole if whole else us for us in passes]
     exposed: defaultdict[str, float] = defaultdict(float)
     for backward in (False, True):
         hidden: defaultdict[str, float] = defaultdict(float)

@@ -30,7 +30,7 @@ def test_products_have_the_keys_of_the_model_in_one_process(style: str, two_rank
         assert found["keys"] == found["plain"] and len(found["keys"]) == 11
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("style", OPERATORS)
 def test_inductor_sends_the_same(style: str, two_ranks: Ranks) -> None:
     eager, fused = (two_ranks.run(train, style, "int8", executor) for executor in ("eager", "inductor"))

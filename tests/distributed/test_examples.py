@@ -48,10 +48,12 @@ def test_a_mesh_that_is_not_what_was_started():
     assert "--mesh has 4 ranks, torchrun started 2." in done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "tolerance", "sent"),
-    [(["--eager"], 1e-5, "32,768"), (["--dispatch", "fp8", "--combine", "bf16"], 1e-2, "8,448")],
+    [
+        pytest.param(["--eager"], 1e-5, "32,768", marks=pytest.mark.long),
+        pytest.param(["--dispatch", "fp8", "--combine", "bf16"], 1e-2, "8,448", marks=pytest.mark.slow),
+    ],
 )
 def test_divided_experts_lose_as_one_process_does(arguments, tolerance, sent):
     done = run(2, *arguments, script="expert_parallel.py")
@@ -62,10 +64,14 @@ def test_divided_experts_lose_as_one_process_does(arguments, tolerance, sent):
     assert f": {sent} bytes a rank and layer, of 32,768 in fp32" in done.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "tolerance", "stages"),
-    [(["--schedule", "1f1b"], 1e-5, 2), (["--schedule", "interleaved", "--boundary", "bf16", "--no-compile"], 1e-3, 4)],
+    [
+        pytest.param(["--schedule", "1f1b"], 1e-5, 2, marks=pytest.mark.slow),
+        pytest.param(
+            ["--schedule", "interleaved", "--boundary", "bf16", "--no-compile"], 1e-3, 4, marks=pytest.mark.long
+        ),
+    ],
 )
 def test_losses_of_a_pipeline_are_those_of_one_process(arguments, tolerance, stages):
     done = run(2, *arguments, script="pipeline_gpt.py")

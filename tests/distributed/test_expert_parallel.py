@@ -16,10 +16,10 @@ NARROW = {"dispatch": "fp8", "combine": "bf16"}
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("mixtral", EAGER),
+        pytest.param("mixtral", EAGER, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", EAGER, marks=pytest.mark.slow),
         pytest.param("mixtral", None, marks=pytest.mark.slow),
-        pytest.param("qwen3_moe", EAGER, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", EAGER, marks=pytest.mark.long),
         pytest.param("mixtral", INDUCTOR, marks=pytest.mark.slow),
     ],
 )
@@ -32,15 +32,14 @@ def test_losses_and_gradients_are_those_of_one_process(
         assert {n.split(".")[-1] for n in rank["gradients"] if ".experts." in n} == {"gate_up_proj", "down_proj"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wires", "options", "least", "most"),
     [
-        (NARROW, EAGER, 5e-3, 0.15),
-        (NARROW, INDUCTOR, 5e-3, 0.15),
-        ({"dispatch": "bf16", "combine": "bf16"}, EAGER, 5e-4, 2e-2),
-        ({"dispatch": "int8:32", "combine": "int8:32"}, EAGER, 1e-3, 4e-2),
-        ({"gradients": "int8"}, EAGER, 1e-3, 4e-2),
+        pytest.param(NARROW, EAGER, 5e-3, 0.15, marks=pytest.mark.slow),
+        pytest.param(NARROW, INDUCTOR, 5e-3, 0.15, marks=pytest.mark.long),
+        pytest.param({"dispatch": "bf16", "combine": "bf16"}, EAGER, 5e-4, 2e-2, marks=pytest.mark.long),
+        pytest.param({"dispatch": "int8:32", "combine": "int8:32"}, EAGER, 1e-3, 4e-2, marks=pytest.mark.long),
+        pytest.param({"gradients": "int8"}, EAGER, 1e-3, 4e-2, marks=pytest.mark.slow),
     ],
 )
 def test_narrow_formats_cost_what_they_round(
@@ -58,6 +57,7 @@ def test_any_routing(two_ranks: Ranks, kind: str) -> None:
             assert max(apart.values()) < 1e-5, (case, apart)
 
 
+@pytest.mark.slow
 def test_four_ranks_with_an_expert_each(four_ranks: Ranks) -> None:
     for case in ("one expert", "top 3"):
         for apart in four_ranks.run(routed, "loop", case):
@@ -128,7 +128,7 @@ def test_the_plan_keeps_the_router_wide_and_shows_what_is_sent(two_ranks: Ranks)
     assert {ran[f"{experts}|bwd|wire_decode_rows|{i}"][0] for i in (0, 1)} == {"wire_bf16"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rows_as_they_are_are_in_the_plan(two_ranks: Ranks) -> None:
     found = two_ranks.run(planned, "mixtral", {}, {})[0]
     sent = {k: d for k, d in found["decisions"].items() if "|all_to_all_single|" in k}

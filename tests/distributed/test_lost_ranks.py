@@ -57,16 +57,15 @@ def survivors(
             process.join()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("half", "how", "options"),
     [
-        ("forward", signal.SIGKILL, {}),
-        ("backward", signal.SIGKILL, {}),
-        ("backward", signal.SIGKILL, {"wire": "int8"}),
-        ("forward", signal.SIGSTOP, {}),
-        ("forward", signal.SIGKILL, {"executor": "inductor"}),
-        ("backward", signal.SIGKILL, {"executor": "inductor"}),
+        pytest.param("forward", signal.SIGKILL, {}, marks=pytest.mark.slow),
+        pytest.param("backward", signal.SIGKILL, {}, marks=pytest.mark.long),
+        pytest.param("backward", signal.SIGKILL, {"wire": "int8"}, marks=pytest.mark.long),
+        pytest.param("forward", signal.SIGSTOP, {}, marks=pytest.mark.slow),
+        pytest.param("forward", signal.SIGKILL, {"executor": "inductor"}, marks=pytest.mark.long),
+        pytest.param("backward", signal.SIGKILL, {"executor": "inductor"}, marks=pytest.mark.slow),
     ],
     ids=["forward", "backward", "wire", "stopped", "inductor forward", "inductor backward"],
 )
@@ -80,7 +79,7 @@ def test_the_other_rank_stops_with_a_clear_error(
     assert seconds < SECONDS
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_rank_names_the_dimension_along_which_it_lost_another(tmp_path: Path) -> None:
     found = survivors(tmp_path, {"dp": 2, "tp": 2}, {}, "forward", signal.SIGKILL, 3)
     assert {error[0] for error in found.values()} == {LOST}

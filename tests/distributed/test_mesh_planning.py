@@ -11,6 +11,7 @@ from llama import Llama
 from typer.testing import CliRunner
 
 import dsmp
+from dsmp.codegen.wire_noise import relative_noise
 from dsmp.compiler import mesh_planning
 from dsmp.compiler.block_folding import fold_blocks
 from dsmp.compiler.cli import app
@@ -21,6 +22,7 @@ from dsmp.errors import (
     IndivisibleError,
     InvalidOptionError,
     PlanSchemaError,
+    ScoresError,
     ShardingPlanError,
     UnknownWireFormatError,
 )
@@ -30,6 +32,7 @@ from dsmp.passes.keys import NodeKey
 from dsmp.passes.mesh_plan import RankMemory
 from dsmp.passes.plan import load_plan, parse_plan
 from dsmp.passes.sharding import ShardingPlan, ShardingRule
+from dsmp.passes.wire_formats import parse_wire
 
 H800 = dsmp.resolve_hardware("h800")
 LAYERS = 4
@@ -123,7 +126,7 @@ def test_a_model_that_needs_all_its_blocks_is_captured_whole():
     assert len([n for n in capture.gm.graph.nodes if n.op == "placeholder"]) > 9 * LAYERS
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rules_that_tell_blocks_apart_hold_for_the_blocks_they_name():
     rule = ShardingRule(pattern="layers.3.mlp.*", placements={"tp": "replicate"})
     made = planned(sharding_rules=[rule])
@@ -283,7 +286,7 @@ def test_from_python():
     assert {d.phase for d in inference} == {"fprop"} and inference.mesh.memory.gradients == 0
     with pytest.raises(InvalidOptionError, match="with a mesh"):
         dsmp.plan(llama(), tokens(), hardware="h800", zero=3)
-    with pytest.raises(InvalidOptionError, match="without calibration"):
+    with pytest.raises(InvalidOptionError, match="no calibration"):
         dsmp.plan(llama(), hardware="h800", calibration=[tokens()], mesh={"tp": 2})
     with pytest.raises(InvalidOptionError, match="with a module"):
         dsmp.plan(torch.sin, torch.zeros(4), hardware="h800", mesh={"tp": 2})
@@ -332,7 +335,8 @@ def test_on_the_command_line(tmp_path):
         (["--mesh", "dp=2", "--place", "*=tp"], "GLOB=DIMENSION:PLACEMENT"),
         (["--mesh", "dp=2", "--place", "*=tp:shard(0)"], "no dimension 'tp'"),
         (["--mesh", "dp=2", "--zero", "4"], "0, 1, 2 or 3"),
-        (["--mesh", "dp=2", "--budget", "1%", "--scores", "x.json"], "without --mesh"),
+        (["--mesh", "dp=2", "--budget", "1%"], "--scores"),
+        (["--mesh", "dp=2", "--memory", "1GB", "--scores", "x.json"], "without --mesh"),
         (["--mesh", "dp=2", "--node", "hgx-a100"], "holds a100"),
         (["--zero", "3"], "with --mesh only"),
     ],
@@ -341,3 +345,53 @@ def test_options_that_make_no_sense(options, words, tmp_path):
     command = ["plan", "dsmp.compiler.small_gpt:demo_model", "--hardware", "h800", "-o", str(tmp_path / "p.json")]
     done = CliRunner().invoke(app, [*command, *options])
     assert done.exit_code == 2 and words in done.stderr and not (tmp_path / "p.json").exists()
+
+
+@pytest.fixture(scope="module")
+def scored():
+    """A small model with values, a batch, and its scores."""
+    torch.manual_seed(0)
+    model = Llama(layers=3, width=128, heads=8, kv_heads=4, hidden=256, length=32, vocabulary=256)
+    generator = torch.Generator().manual_seed(1)
+    batch = tuple(torch.randint(0, 256, (8, 32), generator=generator) for _ in range(2))
+    inputs = {"ids": batch[0], "targets": batch[1]}
+    return model, batch, dsmp.measure_scores(model, [inputs], hardware="h800")
+
+
+def within(scored, budget, **options):
+    model, batch, scores = scored
+    options = {"mesh": {"dp": 2, "tp": 2}, "zero": 0, "sequence": False, **options}
+    return dsmp.plan(model, batch, hardware="h800", scores=scores, budget=budget, **options)
+
+
+@pytest.mark.slow
+def test_wires_and_nodes_share_a_budget(scored, tmp_path):
+    sent = []
+    for budget in (1e-6, 1e-4, 1e-1):
+        made = within(scored, budget)
+        assert made.budget.amount == budget and 0 < made.solution.drift <= made.solution.limit == budget
+        sent.append(sum(c.bytes for c in made.mesh.collectives))
+        paid = [c for c in made.mesh.collectives if c.reason.code == "budget"]
+        assert {c.wire for c in paid} <= {"bf16", "int8", "int4"}
+    assert sent[0] > sent[1] > sent[2]
+    assert any(c.wire == "int4" and c.dim == "dp" for c in paid)
+    kept = within(scored, 1e-1, wire={"dp": "fp32"})
+    assert {c.wire for c in kept.mesh.collectives if c.dim == "dp"} == {"fp32"}
+    assert load_plan(made.save(tmp_path / "plan.json")) == made
+
+
+@pytest.mark.long
+def test_scores_belong_to_the_model(scored, tmp_path):
+    _, batch, scores = scored
+    with pytest.raises(ScoresError, match="fingerprint"):
+        within((llama(2), batch, scores), 1e-3)
+    path = scores.save(tmp_path / "scores.json")
+    assert within(scored, "0.1%").nodes == within((*scored[:2], path), 0.001).nodes
+    with pytest.raises(InvalidOptionError, match="measure_scores"):
+        dsmp.plan(scored[0], batch, hardware="h800", mesh={"tp": 2}, scores=scores, memory="1GB")
+
+
+def test_noise_of_wire_formats_is_that_of_their_steps():
+    for name, low, high in (("bf16", 2e-6, 4e-6), ("int8", 2e-5, 6e-5), ("int4", 8e-3, 2e-2)):
+        assert low < relative_noise(parse_wire(name)) < high
+    assert relative_noise(parse_wire("fp32")) == 0
