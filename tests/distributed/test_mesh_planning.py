@@ -384,7 +384,7 @@ def test_wires_and_nodes_share_a_budget(scored, tmp_path):
 def test_scores_belong_to_the_model(scored, tmp_path):
     _, batch, scores = scored
     with pytest.raises(ScoresError, match="fingerprint"):
-        within((llama(2), batch, scores), 1e-3)
+        within((llama(2, length=32), batch, scores), 1e-3)
     path = scores.save(tmp_path / "scores.json")
     assert within(scored, "0.1%").nodes == within((*scored[:2], path), 0.001).nodes
     with pytest.raises(InvalidOptionError, match="measure_scores"):
