@@ -31,7 +31,6 @@ from ..passes.plan import Budget, Decision, PrecisionPlan, Rule, fingerprint, fo
 from ..passes.program import Program, Solution
 from ..passes.scores import Scores
 from ..passes.select_default import Selection, select_default
-from ..passes.shard_graph import shard_graph
 from ..passes.sharding import ShardingPlan, ShardingRule
 from ..passes.solve import force, solve_program
 from ..passes.wire_formats import WireFormat, parse_wire
@@ -42,7 +41,8 @@ from .budgeted_rank import folded_scores, paid_wires, repeated, with_collectives
 from .collective_decisions import CollectiveDecider
 from .fake_mesh import fake_mesh
 from .joint_capture import JointCapture, capture_joint, check_names
-from .pipeline import assemble_plan
+from .mesh_groups import shard_over
+from .pipeline import assemble_plan, check_rules
 from .rank_costs import Decided, rank_memory, step_time, stored_bytes
 from .rank_graph import RankGraph, parameters_of
 
@@ -226,7 +226,7 @@ class _Planner:
         found = propose(self.capture.gm, self.request.mesh, self.capture.names, zero=zero, sequence=sequence)
         plan = found.plan.with_rules(self.request.sharding_rules)
         check_names(self.capture, plan)
-        graph = shard_graph(self.capture.gm, self.mesh, plan, self.capture.names)
+        graph = shard_over(self.capture, self.mesh, plan)
         parameters = parameters_of(graph.gm)
         selection = select_default(graph.gm, self.device, parameters=parameters, rules=self.rules)
         program = None
@@ -270,6 +270,7 @@ def _plan(best: _Priced, tried: Sequence[_Priced], planner: _Planner, source: st
     repeats = planner.repeats
     decisions = repeats.expand(best.selection.decisions)
     plan = assemble_plan(source, planner.device, [replace(best.selection, decisions=decisions)], planner.rules)
+    check_rules(plan)
     in_order = [best, *(p for p in tried if p is not best)]
     mesh_plan = MeshPlan(
         node=planner.cluster.node.id,

@@ -19,14 +19,14 @@ from ..passes.keys import key_of
 from ..passes.mesh_plan import MeshPlan
 from ..passes.parallel_candidates import propose
 from ..passes.plan import PrecisionPlan, load_plan
-from ..passes.shard_graph import ShardedGraph, shard_graph
+from ..passes.shard_graph import ShardedGraph
 from ..passes.sharding import ShardingPlan, ShardingRule
 from ..passes.wire_formats import FP32, WireFormat, parse_wire
 from .block_folding import Repeats
 from .collective_decisions import is_worth_encoding
 from .joint_capture import JointCapture, capture_joint, check_names
 from .lost_ranks import watched
-from .mesh_groups import use_own_groups
+from .mesh_groups import shard_over
 from .pipeline import check_plan_hardware
 from .plan_agreement import agree, collectives_digest
 from .rank_graph import RankGraph
@@ -121,8 +121,7 @@ def cut_model(
     capture = capture_joint(model, args, kwargs, device=mesh.device_type)
     where = plan_for(mesh, where, capture, rules, zero=zero, sequence=sequence)
     agree(mesh, f"{where.digest()} {formats.digest if formats is not None else ''}", "plans")
-    graph = shard_graph(capture.gm, mesh, where, capture.names)
-    use_own_groups(graph.gm, mesh)
+    graph = shard_over(capture, mesh, where)
     planned = _mesh_plan(precision).wires if precision is not None else {}
     return CutModel(model=model, mesh=mesh, plan=where, capture=capture, graph=graph, formats=formats, planned=planned)
 

@@ -33,16 +33,21 @@ def make_plan(
     """
     selections = [select_default(g.gm, device, parameters=g.parameters, rules=rules) for g in capture]
     plan = assemble_plan(capture.source, device, selections, rules)
-    for rule in rules_without_a_node(rules, plan.by_key):
-        raise RuleError(
-            f"rule {rule.match!r} -> {rule.format} matches no node that can follow it (tf32 and formats below 16 "
-            f"bits are for GEMMs). Keys have the form fqn|phase|op|ordinal, for example {next(iter(plan.by_key))!r}."
-        )
+    check_rules(plan)
     if not (predict_memory and capture.joint):
         return plan
     execution = predict_execution(capture, plan.by_key, device)
     saved = {"saved_bytes": execution.saved_bytes, "saved_bytes_fp32": execution.saved_bytes_fp32}
     return plan.model_copy(update={"prediction": plan.prediction.model_copy(update=saved)})
+
+
+def check_rules(plan: PrecisionPlan) -> None:
+    """Raise RuleError for a rule of a plan that no node of it can follow."""
+    for rule in rules_without_a_node(plan.rules, plan.by_key):
+        raise RuleError(
+            f"rule {rule.match!r} -> {rule.format} matches no node that can follow it (tf32 and formats below 16 "
+            f"bits are for GEMMs). Keys have the form fqn|phase|op|ordinal, for example {next(iter(plan.by_key))!r}."
+        )
 
 
 def assemble_plan(source: str, device: Device, selections: Sequence[Selection], rules: Sequence[Rule]) -> PrecisionPlan:
