@@ -15,7 +15,8 @@ from dsmp.errors import RuleError
 
 
 def test_a_plan_made_in_the_same_process_leaves_no_groups_behind():
-    """DTensor remembers meshes by layout: names of groups that are gone, or that others have by now, must not return."""
+    """DTensor remembers meshes by layout: names of groups that are gone, or that others have by now, must not return
+    from there."""
     made = dsmp.plan(wide_model(), tokens(), hardware="h800", mesh={"dp": 2, "tp": 2}, zero=3)
     try:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
