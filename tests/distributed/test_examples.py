@@ -28,10 +28,12 @@ def run(ranks: int, *arguments: str, script: str = "sharded_gpt.py") -> subproce
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "arguments", "tolerance"),
-    [(2, ["--mesh", "tp=2"], 1e-5), (2, ["--mesh", "dp=2", "--zero", "3", "--wire", "int8"], 1e-3)],
+    [
+        pytest.param(2, ["--mesh", "tp=2"], 1e-5, marks=pytest.mark.long),
+        pytest.param(2, ["--mesh", "dp=2", "--zero", "3", "--wire", "int8"], 1e-3, marks=pytest.mark.slow),
+    ],
 )
 def test_losses_are_those_of_one_process(ranks, arguments, tolerance):
     done = run(ranks, *arguments)

@@ -18,9 +18,9 @@ NARROW = {"dispatch": "fp8", "combine": "bf16"}
     [
         pytest.param("mixtral", EAGER, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", EAGER, marks=pytest.mark.slow),
-        pytest.param("mixtral", None, marks=pytest.mark.slow),
+        pytest.param("mixtral", None, marks=pytest.mark.long),
         pytest.param("qwen3_moe", EAGER, marks=pytest.mark.long),
-        pytest.param("mixtral", INDUCTOR, marks=pytest.mark.slow),
+        pytest.param("mixtral", INDUCTOR, marks=pytest.mark.long),
     ],
 )
 def test_losses_and_gradients_are_those_of_one_process(
@@ -50,14 +50,14 @@ def test_narrow_formats_cost_what_they_round(
         assert rank["loss"] < 1e-3
 
 
-@pytest.mark.parametrize("kind", ["loop", "eager", "batched_mm", pytest.param("grouped_mm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["loop", "eager", "batched_mm", pytest.param("grouped_mm", marks=pytest.mark.long)])
 def test_any_routing(two_ranks: Ranks, kind: str) -> None:
     for case in ("random", "one expert", "top 1", "top 3", "a rank without tokens"):
         for apart in two_ranks.run(routed, kind, case):
             assert max(apart.values()) < 1e-5, (case, apart)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_four_ranks_with_an_expert_each(four_ranks: Ranks) -> None:
     for case in ("one expert", "top 3"):
         for apart in four_ranks.run(routed, "loop", case):

@@ -63,7 +63,7 @@ def survivors(
         pytest.param("forward", signal.SIGKILL, {}, marks=pytest.mark.slow),
         pytest.param("backward", signal.SIGKILL, {}, marks=pytest.mark.long),
         pytest.param("backward", signal.SIGKILL, {"wire": "int8"}, marks=pytest.mark.long),
-        pytest.param("forward", signal.SIGSTOP, {}, marks=pytest.mark.slow),
+        pytest.param("forward", signal.SIGSTOP, {}, marks=pytest.mark.long),
         pytest.param("forward", signal.SIGKILL, {"executor": "inductor"}, marks=pytest.mark.long),
         pytest.param("backward", signal.SIGKILL, {"executor": "inductor"}, marks=pytest.mark.slow),
     ],

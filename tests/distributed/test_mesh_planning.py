@@ -134,8 +134,9 @@ def test_rules_that_tell_blocks_apart_hold_for_the_blocks_they_name():
     assert over_tp == {f"layers.{i}" for i in range(LAYERS) if i != 3}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(
+    "sequence", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.long)]
+)
 def test_each_layer_is_summed_twice_each_way_over_tp(sequence):
     made = planned(llama(4), tokens(512), mesh={"dp": 256, "tp": 4}, sequence=sequence, zero=0)
     kinds = ("reduce_scatter", "all_gather") if sequence else ("all_reduce",)
@@ -196,7 +197,7 @@ def test_memory_is_that_of_the_shards():
     assert made.available == H800.memory_bytes and made.fits
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_zero_stage_rises_as_far_as_memory_asks(plan, caplog):
     need = plan.mesh.memory
     tight = dataclasses.replace(H800, memory_bytes=need.total - need.optimizer // 2)
@@ -278,7 +279,7 @@ def test_what_no_mesh_can_do():
         planned(sharding_rules=[ShardingRule(pattern="layer.9.*", placements={"tp": "replicate"})])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_from_python():
     made = dsmp.plan(llama(), tokens(), hardware="h800", mesh={"dp": 2, "tp": 2}, zero=3, sequence=True, wire="bf16")
     assert [(p.zero, p.sequence) for p in made.mesh.placings] == [(3, True)]
