@@ -12,6 +12,8 @@ from checkpoint_ranks import LEARNING_RATE, load_and_save, other_weights, stop_a
 from gloo import Ranks
 from rank_programs import model, step, tokens
 
+pytestmark = pytest.mark.slow  # real processes
+
 TOLERANCE = 1e-5
 CASES = {
     "tensor": ({"tp": 2}, {}, False, False),
@@ -23,7 +25,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.long) if "tied" in c or c == "meta, tensor" else c for c in CASES]
+)
 def test_a_checkpoint_of_the_whole_model_and_back(case: str, two_ranks: Ranks, tmp_path: Path) -> None:
     sizes, options, tied, meta = CASES[case]
     whole = other_weights(model(tied=tied))

@@ -9,12 +9,14 @@ import pytest
 from ddp_ranks import accumulated, beside_compress_gradients, means, mistakes, resumed
 from gloo import Ranks
 
+pytestmark = pytest.mark.slow  # real processes
+
 STEPS = 12
 ERRORS = {"fp32": 1e-6, "bf16": 1e-2, "int8": 3e-2, "int4": 0.4}
 SHARES = {"fp32": 1.0, "bf16": 0.51, "int8": 0.28, "int4": 0.16}
 
 
-@pytest.mark.parametrize("wire", ERRORS)
+@pytest.mark.parametrize("wire", [w if w == "int8" else pytest.param(w, marks=pytest.mark.long) for w in ERRORS])
 def test_gradients_have_the_error_of_the_format(wire: str, two_ranks: Ranks) -> None:
     first, second = two_ranks.run(means, wire, False, 3, None)
     assert first["rebuilt"] and second["rebuilt"]
@@ -26,7 +28,14 @@ def test_gradients_have_the_error_of_the_format(wire: str, two_ranks: Ranks) -> 
         np.testing.assert_array_equal(gradient, second["gradients"][name])
 
 
-@pytest.mark.parametrize(("wire", "options"), [("int4", None), ("topk:0.3", None), ("int4", {"executor": "eager"})])
+@pytest.mark.parametrize(
+    ("wire", "options"),
+    [
+        pytest.param("int4", None, marks=pytest.mark.long),
+        pytest.param("topk:0.3", None, marks=pytest.mark.long),
+        ("int4", {"executor": "eager"}),
+    ],
+)
 def test_with_feedback_the_error_falls_as_one_over_n(wire: str, options: dict[str, str], two_ranks: Ranks) -> None:
     for found in two_ranks.run(means, wire, True, STEPS, options):
         errors, largest = found["errors"], (2 if wire == "int4" else 4) * found["errors"][0]

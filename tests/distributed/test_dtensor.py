@@ -7,6 +7,8 @@ import torch
 from dtensor_ranks import train, two_encodings
 from gloo import Ranks
 
+pytestmark = pytest.mark.slow  # real processes
+
 EXACT = 1e-5
 OPERATORS = {"tensor parallel": {"all_reduce"}, "SimpleFSDP": {"all_gather", "reduce_scatter"}}
 
@@ -24,6 +26,7 @@ def test_a_step_as_written_and_in_int8(style: str, two_ranks: Ranks) -> None:
         assert len(reduced) >= 3 and all(found["ran"][k] == "wire_int8" for k in reduced)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("style", OPERATORS)
 def test_products_have_the_keys_of_the_model_in_one_process(style: str, two_ranks: Ranks) -> None:
     for found in two_ranks.run(train, style, None):

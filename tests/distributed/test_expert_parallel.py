@@ -9,6 +9,8 @@ import pytest
 from expert_ranks import adopted, mistakes, planned, routed, states, step
 from gloo import Ranks
 
+pytestmark = pytest.mark.slow  # real processes
+
 EAGER, INDUCTOR = {"executor": "eager"}, {"executor": "inductor"}
 NARROW = {"dispatch": "fp8", "combine": "bf16"}
 
@@ -50,7 +52,9 @@ def test_narrow_formats_cost_what_they_round(
         assert rank["loss"] < 1e-3
 
 
-@pytest.mark.parametrize("kind", ["loop", "eager", "batched_mm", pytest.param("grouped_mm", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "kind", ["loop", *(pytest.param(k, marks=pytest.mark.long) for k in ("eager", "batched_mm", "grouped_mm"))]
+)
 def test_any_routing(two_ranks: Ranks, kind: str) -> None:
     for case in ("random", "one expert", "top 1", "top 3", "a rank without tokens"):
         for apart in two_ranks.run(routed, kind, case):

@@ -14,9 +14,14 @@ from dsmp.errors import FsdpPolicyError, UnknownKeyError
 BLOCK = {"attn.qkv", "attn.proj", "mlp.up", "mlp.down"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gather", "reduce", "hardware", "loss", "error"),
-    [("fp32", "fp32", None, 1e-6, 1e-5), ("bf16", "fp32", "a100", 2e-2, 3e-2), ("bf16", "bf16", None, 2e-2, 3e-2)],
+    [
+        ("fp32", "fp32", None, 1e-6, 1e-5),
+        ("bf16", "fp32", "a100", 2e-2, 3e-2),
+        pytest.param("bf16", "bf16", None, 2e-2, 3e-2, marks=pytest.mark.long),
+    ],
 )
 def test_sharded_blocks_compute_what_one_process_does(
     gather: str, reduce: str, hardware: str | None, loss: float, error: float, two_ranks: Ranks
@@ -31,6 +36,7 @@ def test_sharded_blocks_compute_what_one_process_does(
         assert found["formats"] == {(gather, gather, gather)}
 
 
+@pytest.mark.long
 def test_a_model_compiled_around_its_sharded_blocks(two_ranks: Ranks) -> None:
     for found in two_ranks.run(whole_model):
         assert {k.split("|")[0] for k in found["keys"]} == {f"blocks.0.{n}" for n in {*BLOCK, "attn"}}
@@ -38,6 +44,7 @@ def test_a_model_compiled_around_its_sharded_blocks(two_ranks: Ranks) -> None:
         assert "SmallGpt: in no graph, and run as written: head." in text and "compile each block" in text
 
 
+@pytest.mark.slow
 def test_sharded_layers_of_torch_that_are_never_compiled(two_ranks: Ranks) -> None:
     for found in two_ranks.run(bare_layers):
         assert found["own"] == set()
@@ -45,6 +52,7 @@ def test_sharded_layers_of_torch_that_are_never_compiled(two_ranks: Ranks) -> No
         assert "no graph has a product, and the model has 0, 2" in found["sequential"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "remedy"),
     [

@@ -13,6 +13,8 @@ from dsmp.codegen.audit import Ran
 from dsmp.errors import PlanSchemaError, ShardingPlanError, UnknownHardwareError
 from dsmp.passes.plan_fields import GEMM_CLASSES
 
+pytestmark = pytest.mark.slow  # real processes
+
 
 @pytest.fixture(scope="module")
 def plan():
@@ -44,6 +46,7 @@ def test_ranks_follow_the_plan(plan, reference, two_ranks, tmp_path):
     assert 1e-4 < max(wrong.values()) < 0.05, wrong  # int8 payloads and bf16 products, and nothing else
 
 
+@pytest.mark.long
 def test_wires_and_formats_can_be_overruled(plan, reference, two_ranks, tmp_path):
     path = str(plan.save(tmp_path / "plan.json"))
     options = {"wire": "fp32", "hardware": "cpu"}
