@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,6 +24,10 @@ class RankFailed(AssertionError):
     """A process raised (its traceback is the message), died or did not answer in time."""
 
 
+class Crashed(RankFailed):
+    """A process died of a signal."""
+
+
 class Ranks:
     """`ranks` processes, started at the first call and kept for the next; started anew if one does not answer.
 
@@ -36,6 +41,13 @@ class Ranks:
         self._pipes: list[Connection] = []
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        try:
+            return self._run(function, args)
+        except Crashed as crash:  # in native code: once is reported and tried again, twice fails
+            warnings.warn(f"{function.__name__}: {crash}", stacklevel=2)
+            return self._run(function, args)
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         if not self._processes:
             self._start()
         for pipe in self._pipes:
@@ -76,8 +88,11 @@ class Ranks:
                 try:
                     error, found[rank] = pickle.loads(pipe.recv_bytes())
                 except EOFError:
+                    self._processes[rank].join(2)
+                    signal = -(self._processes[rank].exitcode or 0)
                     self.close()
-                    raise RankFailed(f"rank {rank} of {self.ranks} died. {failed}") from None
+                    kind = Crashed if signal > 0 else RankFailed
+                    raise kind(f"rank {rank} of {self.ranks} died of signal {signal}. {failed}") from None
                 if error is not None:
                     failed += f"rank {rank} of {self.ranks}:\n{error}\n"
                     end = min(end, time.monotonic() + _GRACE_SECONDS)  # the others may wait for it in a collective
