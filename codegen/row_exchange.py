@@ -52,14 +52,14 @@ Differentiable with respect to x; every rank of the group has to call it, and to
 
 def move_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: str, wire: str) -> Tensor:
     """One exchange without a gradient, in x's dtype."""
-    if not is_narrower(wire, x.shape[1], x.dtype):
+    if not rows_are_narrower(wire, x.shape[1], x.dtype):
         return _moved(x.contiguous(), sent, received, group)
     payload: Tensor = encode_rows(x, wire)
     rows: Tensor = decode_rows(_moved(payload, sent, received, group), x.shape[1], wire, x.dtype)
     return rows
 
 
-def is_narrower(wire: str, count: int, dtype: torch.dtype) -> bool:
+def rows_are_narrower(wire: str, count: int, dtype: torch.dtype) -> bool:
     """Whether a format makes a row of `count` values smaller than it is."""
     format = parse_wire(wire)
     return format.name != "fp32" and format.payload_bytes(count) < count * dtype.itemsize

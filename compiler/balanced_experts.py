@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..passes.shard_experts import all_rows, exchange_rows, grouped_mm
+from ..passes.shard_experts import all_rows, grouped_mm, send_rows
 
 _CALL = ("hidden_states", "top_k_index", "top_k_weights")
 
@@ -44,13 +44,13 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     tokens, features = hidden_states.shape
     chosen = top_k_index.shape[1]
     rows = hidden_states.unsqueeze(1).expand(tokens, chosen, features).reshape(tokens * chosen, features)
-    rows = exchange_rows(rows, False)
+    rows = send_rows(rows, False)
     experts = self.down_proj.shape[0]
     ends = torch.arange(1, experts + 1, device=rows.device, dtype=torch.int32) * (rows.shape[0] // experts)
     gated = hasattr(self, "gate_up_proj")
     rows = _product(self, rows, self.gate_up_proj if gated else self.up_proj, ends)
     rows = self._apply_gate(rows) if gated and hasattr(self, "_apply_gate") else _activated(self, rows, gated)
-    rows = exchange_rows(_product(self, rows, self.down_proj, ends), True)
+    rows = send_rows(_product(self, rows, self.down_proj, ends), True)
     weighted = rows.view(tokens, chosen, features) * top_k_weights.unsqueeze(-1)
     whole: Tensor = all_rows(weighted.sum(1).to(hidden_states.dtype))
     return whole

@@ -6,12 +6,13 @@ before it is sent, or in which every product that reads what was gathered wants 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import fx
 
 from ..codegen.collective_nodes import Collective
 from ..codegen.sending import sent_bytes, why_as_written
+from ..errors import InvalidOptionError
 from ..hardware_db.cluster import Cluster
 from ..passes.cast_motion import operand_storage
 from ..passes.cost import format_of
@@ -30,6 +31,17 @@ LEAST_VALUES = 1024
 def is_worth_encoding(c: Collective) -> bool:
     """Whether a collective is large enough to matter, and no loss or statistic (one value per row)."""
     return numel_of(c.value) >= LEAST_VALUES and shape_of(c.value)[-1] > 1
+
+
+def wires_by_dim(wire: str | Mapping[str, str] | None, dims: Sequence[str]) -> dict[str, WireFormat]:
+    """The formats that are asked for, one for all or by mesh dimension, by dimension; nothing for None.
+
+    Raises InvalidOptionError for a dimension that the mesh lacks, UnknownWireFormatError and InvalidWireFormatError.
+    """
+    by_dim = dict.fromkeys(dims, wire) if isinstance(wire, str) else dict(wire or {})
+    if any(dim not in dims for dim in by_dim):
+        raise InvalidOptionError("wire", wire, f"a format, or formats by mesh dimension ({', '.join(dims)})")
+    return {dim: parse_wire(text) for dim, text in by_dim.items()}
 
 
 class CollectiveDecider:

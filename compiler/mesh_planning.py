@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import CaptureError, InvalidOptionError
+from ..errors import CaptureError
 from ..hardware_db.capability import Device
 from ..hardware_db.cluster import Cluster
 from ..passes.budget_text import DEFAULT_BUDGET
@@ -33,12 +33,12 @@ from ..passes.scores import Scores
 from ..passes.select_default import Selection, select_default
 from ..passes.sharding import ShardingPlan, ShardingRule
 from ..passes.solve import force, solve_program
-from ..passes.wire_formats import WireFormat, parse_wire
+from ..passes.wire_formats import WireFormat
 from .attention_width import attention_of_one_width
 from .balanced_experts import balance_experts
 from .block_folding import Repeats, fold_blocks
 from .budgeted_rank import folded_scores, paid_wires, repeated, with_collectives
-from .collective_decisions import CollectiveDecider
+from .collective_decisions import CollectiveDecider, wires_by_dim
 from .fake_mesh import fake_mesh
 from .joint_capture import JointCapture, capture_joint, check_names
 from .mesh_groups import shard_over
@@ -64,17 +64,6 @@ class MeshRequest:
     wire: str | Mapping[str, str] | None = None
     scores: Scores | None = None
     budget: float = DEFAULT_BUDGET
-
-    @property
-    def wires(self) -> dict[str, WireFormat]:
-        """Formats by mesh dimension. Raises InvalidOptionError, UnknownWireFormatError, InvalidWireFormatError."""
-        if self.wire is None:
-            return {}
-        by_dim = dict.fromkeys(self.mesh, self.wire) if isinstance(self.wire, str) else dict(self.wire)
-        if unknown := [dim for dim in by_dim if dim not in self.mesh]:
-            allowed = f"a format, or formats by mesh dimension ({', '.join(self.mesh)})"
-            raise InvalidOptionError("wire", f"{unknown[0]}={by_dim[unknown[0]]}", allowed)
-        return {dim: parse_wire(text) for dim, text in by_dim.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,11 +104,12 @@ def plan_for_mesh(
     Raises CaptureError, ShardingPlanError, IndivisibleError, UnshardableError, ClusterError, InvalidOptionError and
     PlanHardwareError; with scores ScoresError and BudgetError.
     """
+    asked = wires_by_dim(request.wire, tuple(request.mesh))
     with fake_mesh(request.mesh) as mesh:
         capture, repeats = capture_folded(model, args, kwargs, [*rules, *request.sharding_rules])
         if request.scores is not None:
             request.scores.check(_fingerprint(capture, repeats))
-        planner = _Planner(capture, repeats, mesh, device, cluster, request, rules)
+        planner = _Planner(capture, repeats, mesh, device, cluster, request, asked, rules)
         tried = planner.search()
     best = min(tried, key=lambda p: (not p.memory.fits, p.memory.total if not p.memory.fits else 0, p.step.total_us))
     if not best.memory.fits:
@@ -194,11 +184,12 @@ class _Planner:
         device: Device,
         cluster: Cluster,
         request: MeshRequest,
+        asked: Mapping[str, WireFormat],
         rules: Sequence[Rule],
     ) -> None:
         self.capture, self.repeats, self.mesh = capture, repeats, mesh
         self.device, self.cluster, self.request, self.rules = device, cluster, request, rules
-        self.asked = request.wires
+        self.asked = asked
         self.scores = None if request.scores is None else folded_scores(request.scores, repeats)
         self.groups: dict[str, str] = {mesh.get_group(i).group_name: name for i, name in enumerate(request.mesh)}
 

@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..codegen.collectives import rewrite_collectives
-from ..errors import InvalidOptionError, ShardingPlanError
+from ..errors import ShardingPlanError
 from ..hardware_db.detect import detect, resolve_hardware
 from ..passes.keys import key_of
 from ..passes.mesh_plan import MeshPlan
@@ -23,7 +23,7 @@ from ..passes.shard_graph import ShardedGraph
 from ..passes.sharding import ShardingPlan, ShardingRule
 from ..passes.wire_formats import FP32, WireFormat, parse_wire
 from .block_folding import Repeats
-from .collective_decisions import is_worth_encoding
+from .collective_decisions import is_worth_encoding, wires_by_dim
 from .joint_capture import JointCapture, capture_joint, check_names
 from .lost_ranks import watched
 from .mesh_groups import shard_over
@@ -65,7 +65,7 @@ def parallelize(
         sequence: with "auto", divide sequences over the tensor-parallel dimension where the model is not.
         wire: how collectives send: "fp32" (as they are), "bf16", "int8", "int4", "int8:64" ..., for all of them or per
             mesh dimension, as in {"dp": "int8"}; by default as the plan says, without a precision plan as they are.
-            Losses, statistics (one value per row) and what has fewer than LEAST_VALUES values stay as they are. `sent`
+            Losses, statistics (one value per row) and what has fewer than 1024 values stay as they are. `sent`
             of the result says what each collective sends.
         hardware: a device by whose tier formats of nodes are chosen ("auto": the running one); by default the plan's
             own formats, without a precision plan those that the model was written in. `audit` of the result says what
@@ -80,7 +80,7 @@ def parallelize(
     the result, and its backward pass, raise RankLostError when a rank dies or does not answer within the process
     group's timeout.
     """
-    _wires(mesh, wire)
+    wires_by_dim(wire, mesh.mesh_dim_names or ())  # before the work
     cut = cut_model(model, mesh, plan, inputs=inputs, rules=rules, zero=zero, sequence=sequence, hardware=hardware)
     return assemble(cut, wire=wire, executor=executor)
 
@@ -134,7 +134,9 @@ def assemble(
     mesh = cut.mesh
     graph = replace(cut.graph, gm=fx.GraphModule(cut.graph.gm, copy.deepcopy(cut.graph.gm.graph)))
     groups: dict[str, str] = {mesh.get_group(i).group_name: name for i, name in enumerate(cut.plan.mesh)}
-    chosen = _chosen(RankGraph(graph, groups, Repeats()), cut.planned if wire is None else _wires(mesh, wire))
+    chosen = _chosen(
+        RankGraph(graph, groups, Repeats()), cut.planned if wire is None else wires_by_dim(wire, tuple(cut.plan.mesh))
+    )
     audit = cut.formats.apply(graph) if cut.formats is not None else None
     sent = rewrite_collectives(graph.gm, chosen)
     agree(mesh, collectives_digest(graph, mesh), "collectives in the graph")
@@ -189,16 +191,6 @@ def _chosen(rank: RankGraph, wires: Mapping[str, str | WireFormat]) -> dict[fx.N
         if wire is not None and wire != FP32 and c.kind != "all_to_all" and is_worth_encoding(c):
             found[c.start] = wire
     return found
-
-
-def _wires(mesh: DeviceMesh, wire: str | Mapping[str, str] | None) -> dict[str, WireFormat]:
-    """The formats asked for, by mesh dimension."""
-    names = mesh.mesh_dim_names or ()
-    by_dim = dict.fromkeys(names, wire) if isinstance(wire, str) else dict(wire or {})
-    unknown = [dim for dim in by_dim if dim not in names]
-    if unknown:
-        raise InvalidOptionError("wire", wire, f"a format, or formats by mesh dimension ({', '.join(names)})")
-    return {dim: parse_wire(text) for dim, text in by_dim.items()}
 
 
 def plan_for(

@@ -23,8 +23,8 @@ from torch.distributed.tensor.experimental import register_sharding
 from .sharding import Placements, ShardingPlan
 
 
-@torch.library.custom_op("dsmp::exchange_rows", mutates_args=())
-def exchange_rows(rows: Tensor, back: bool) -> Tensor:
+@torch.library.custom_op("dsmp::send_rows", mutates_args=())
+def send_rows(rows: Tensor, back: bool) -> Tensor:
     """Rows (rows, features) in the order of tokens, to the ranks of their experts; with `back` the other way round.
 
     On one device nothing travels: the rows themselves.
@@ -32,20 +32,20 @@ def exchange_rows(rows: Tensor, back: bool) -> Tensor:
     return rows.clone()
 
 
-@exchange_rows.register_fake
+@send_rows.register_fake
 def _(rows: Tensor, back: bool) -> Tensor:
     return torch.empty_like(rows)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return exchange_rows(grad, not ctx.back), None
+    return send_rows(grad, not ctx.back), None
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.back = inputs[1]
 
 
-exchange_rows.register_autograd(_backward, setup_context=_setup)
+send_rows.register_autograd(_backward, setup_context=_setup)
 
 
 @torch.library.custom_op("dsmp::all_rows", mutates_args=())

@@ -212,7 +212,7 @@ class _Sharder(fx.Interpreter):
             return [v if end is None else self.moved[v, end].to_local() for v, end in self.ends]
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         with fx.traceback.set_current_meta(n):
-            if n.target is torch.ops.dsmp.exchange_rows.default:
+            if n.target is torch.ops.dsmp.send_rows.default:
                 return exchange(self.mesh, args[0], args[1], self.plan.expert_dims, self.plan.whole_dims)
             if n.target is torch.ops.dsmp.all_rows.default:
                 return gather_rows(self.mesh, args[0], self.plan.whole_dims)
