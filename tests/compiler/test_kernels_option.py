@@ -86,8 +86,6 @@ def test_kernels_give_what_simulation_gives(hardware: str, change: Any, implemen
     # rounded alike; sums are taken in another order, and what is stored in bf16 may round to the neighbour
     narrow = any(d.output == "bf16" for d in plan if d.op == "linear")
     assert relative(interpreted, simulated) < (4e-3 if narrow else 2e-5)
-    exact = [t.double() for t in simulated]
-    assert relative(interpreted, exact) > 0 or implementation == "triton_gemm"
 
 
 def graph_of(model: nn.Module, x: torch.Tensor, plan: PrecisionPlan, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:

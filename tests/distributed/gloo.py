@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import sys
@@ -11,6 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ class RankFailed(AssertionError):
 
 
 class Crashed(RankFailed):
-    """A process died of a signal."""
+    """A process died of a signal: the message says where its threads stood."""
 
 
 class Ranks:
@@ -39,6 +41,7 @@ class Ranks:
         self.ranks, self.seconds = ranks, seconds
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._folder = Path()
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         try:
@@ -68,10 +71,10 @@ class Ranks:
 
     def _start(self) -> None:
         context = mp.get_context("spawn")
-        store = os.path.join(tempfile.mkdtemp(prefix="dsmp-gloo-"), "store")
+        self._folder = Path(tempfile.mkdtemp(prefix="dsmp-gloo-"))
         for rank in range(self.ranks):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, store, rank, self.ranks), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, self._folder, rank, self.ranks), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -92,7 +95,8 @@ class Ranks:
                     signal = -(self._processes[rank].exitcode or 0)
                     self.close()
                     kind = Crashed if signal > 0 else RankFailed
-                    raise kind(f"rank {rank} of {self.ranks} died of signal {signal}. {failed}") from None
+                    stood = (self._folder / f"crash-{rank}").read_text()
+                    raise kind(f"rank {rank} of {self.ranks} died of signal {signal}. {failed}\n{stood}") from None
                 if error is not None:
                     failed += f"rank {rank} of {self.ranks}:\n{error}\n"
                     end = min(end, time.monotonic() + _GRACE_SECONDS)  # the others may wait for it in a collective
@@ -105,10 +109,18 @@ class Ranks:
         return [found[rank] for rank in range(self.ranks)]
 
 
-def _serve(pipe: Connection, store: str, rank: int, ranks: int) -> None:
+def _serve(pipe: Connection, folder: Path, rank: int, ranks: int) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    with (folder / f"crash-{rank}").open("w") as crash:
+        faulthandler.enable(crash)
+        dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
+        _answer_calls(pipe, rank)
+        dist.destroy_process_group()
+        faulthandler.disable()
+
+
+def _answer_calls(pipe: Connection, rank: int) -> None:
     while True:
         try:
             sys.path[:] = pickle.loads(pipe.recv_bytes())
@@ -124,4 +136,3 @@ def _serve(pipe: Connection, store: str, rank: int, ranks: int) -> None:
         except BaseException:
             answer = (traceback.format_exc(), None)
         pipe.send_bytes(pickle.dumps(answer))
-    dist.destroy_process_group()
