@@ -11,8 +11,9 @@ import torch
 
 from ..errors import PlanHardwareError, PlanMismatchError, RuleError
 from ..hardware_db.capability import Device
-from ..hardware_db.formats import get_format
-from ..hardware_db.schema import OpClass, natural_accumulator
+from ..hardware_db.formats import get_format, keeps_wide
+from ..hardware_db.narrow_weights import stores_weights
+from ..hardware_db.schema import OpClass, recipe_accumulator
 from ..passes.keys import NodeKey
 from ..passes.plan import Decision, ModelInfo, PrecisionPlan, Prediction, Rule, fingerprint
 from ..passes.plan_fields import GEMM_CLASSES
@@ -82,7 +83,11 @@ def check_plan_hardware(plan: PrecisionPlan, device: Device) -> None:
     """
     for decision in plan:
         op = NodeKey.parse(decision.key).op
-        if op in GEMM_CLASSES and decision.compute != decision.traced:
+        if op in GEMM_CLASSES and keeps_wide(decision.recipe):
+            verdict = stores_weights(device, decision.compute)
+            if not verdict.ok:
+                raise PlanHardwareError(f"{decision.key}: {verdict.reason}")
+        elif op in GEMM_CLASSES and decision.compute != decision.traced:
             require(device, decision.key, cast(OpClass, op), decision.compute, decision.accumulate)
         asked = _not_executed(decision, op in GEMM_CLASSES)
         if asked:
@@ -95,7 +100,9 @@ def _not_executed(decision: Decision, is_gemm: bool) -> str:
         return ""
     if not is_gemm and decision.compute != decision.traced:
         return f"only GEMMs compute in another format than traced ({decision.traced}); set output to store it narrower"
-    natural = natural_accumulator(decision.compute)
+    if keeps_wide(decision.recipe) and decision.op != "linear":
+        return f"only linears keep an operand wide; set recipe to 'row/row' or 'tensor/row' for {decision.op}"
+    natural = recipe_accumulator(decision.compute, decision.recipe)
     if decision.accumulate != natural:
         return f"{decision.compute} is accumulated in {natural}, not in {decision.accumulate}"
     fmt = get_format(decision.compute)

@@ -19,7 +19,9 @@ Sources: IEEE 754-2019 (fp64, fp32, fp16); OCP 8-bit Floating Point Specificatio
 OCP Microscaling Formats (MX) Specification 1.0 (fp6, fp4); Noune et al., arXiv:2206.02915 (the fnuz
 flavours); NVIDIA A100 whitepaper (tf32: fp32's exponent, 10 mantissa bits, stored in 32 bits).
 
-**Recipe.** How scales are attached to a narrow format. A GEMM node has one per operand, written `lhs/rhs`.
+**Recipe.** How scales are attached to a narrow format. A GEMM node has one per operand, written `lhs/rhs`. An operand
+whose recipe is `wide` is not rounded at all: `int8 wide/row` multiplies activations as they are traced by weights that
+are stored in int8, one scale a row, and widened as they are read.
 """
 
 from __future__ import annotations
@@ -262,7 +264,8 @@ class Recipe:
 
     `block` is the extent of one scale as (elements along the operand's other dimension, elements along the
     contraction dimension K), or None when it does not depend on fixed numbers: "none" has no scale, "tensor"
-    one, "row" one per vector along K. `power_of_two`: scales are E8M0, i.e. 2^k stored in 8 bits.
+    one, "row" one per vector along K; "wide" leaves the operand in its traced format. `power_of_two`: scales are E8M0,
+    i.e. 2^k stored in 8 bits.
     """
 
     name: str
@@ -271,8 +274,8 @@ class Recipe:
 
     @property
     def is_scaled(self) -> bool:
-        """False for "none" only."""
-        return self.name != "none"
+        """False for "none" and "wide"."""
+        return self.name not in ("none", "wide")
 
 
 _ALL_RECIPES = (
@@ -285,7 +288,12 @@ _ALL_RECIPES = (
 )
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType({r.name: r for r in _ALL_RECIPES})
-"""Every operand recipe by name. Read-only."""
+"""Every recipe that rounds an operand by name. Read-only."""
+
+
+WIDE = Recipe(name="wide", block=None, power_of_two=False)
+"""The recipe of an operand that is not rounded; the other operand of its product is."""
+_OPERAND_RECIPES = MappingProxyType({**RECIPES, WIDE.name: WIDE})
 
 
 def get_recipe(name: str) -> Recipe:
@@ -303,12 +311,24 @@ def split_recipe(text: str) -> tuple[Recipe, Recipe]:
     Raises `UnknownRecipeError` when a part is no recipe or there are more than two parts.
     """
     parts = text.split("/")
-    if len(parts) > 2:
+    if len(parts) > 2 or parts == [WIDE.name]:
         raise UnknownRecipeError(text, RECIPES)
-    return get_recipe(parts[0]), get_recipe(parts[-1])
+    left, right = (_operand_recipe(parts[i]) for i in (0, -1))
+    return left, right
+
+
+def _operand_recipe(name: str) -> Recipe:
+    if name not in _OPERAND_RECIPES:
+        raise UnknownRecipeError(name, _OPERAND_RECIPES)
+    return _OPERAND_RECIPES[name]
+
+
+def keeps_wide(text: str) -> bool:
+    """Whether a recipe leaves one of the operands unrounded: only weights are narrow."""
+    return WIDE in split_recipe(text)
 
 
 def join_recipe(lhs: Recipe | str, rhs: Recipe | str) -> str:
     """The inverse of `split_recipe`, in its shortest form: equal operands give one name ("none", "mx32")."""
-    left, right = (get_recipe(r) if isinstance(r, str) else r for r in (lhs, rhs))
+    left, right = (_operand_recipe(r) if isinstance(r, str) else r for r in (lhs, rhs))
     return left.name if left.name == right.name else f"{left.name}/{right.name}"

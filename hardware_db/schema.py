@@ -25,7 +25,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ..errors import DsmpError
-from .formats import FORMATS, get_format, split_recipe
+from .formats import FORMATS, get_format, keeps_wide, split_recipe
 
 OpClass = Literal[
     "linear",
@@ -98,6 +98,12 @@ def natural_accumulator(format: str) -> str:
     if format == "fp64":
         return "fp64"
     return "int32" if get_format(format).kind == "int" else "fp32"
+
+
+def recipe_accumulator(format: str, recipe: str) -> str:
+    """The natural accumulator of a product: fp32 where one operand is not rounded (recipe `wide`), since the other is
+    widened to it."""
+    return "fp32" if keeps_wide(recipe) else natural_accumulator(format)
 
 
 @functools.cache
@@ -213,8 +219,9 @@ class Architecture(BaseModel):
     formats the vector units load and widen to fp32, and narrow to, in hardware. `flushes_denormals` lists the
     inputs whose subnormals the matrix units read as zero. `mx_formats` have native 32-element power-of-two
     block scales. `refusals` explains, per format, why it is not offered where the generic sentence would not
-    do. `single_unit_bandwidth_bytes_per_s` is what one CPU core can draw of the socket's. `toolchain` says
-    which software still (or already) makes code for the instruction set.
+    do. `single_unit_bandwidth_bytes_per_s` is what one CPU core can draw of the socket's. `weights` are the formats
+    in which a linear's weights may be stored alone, with the values that a unit widens per clock as it reads them.
+    `toolchain` says which software still (or already) makes code for the instruction set.
     """
 
     model_config = STRICT
@@ -241,6 +248,7 @@ class Architecture(BaseModel):
     accumulation: dict[str, Accumulation] = Field(default_factory=dict)
     limits: dict[str, Limit] = Field(default_factory=dict)
     refusals: dict[str, Text] = Field(default_factory=dict)
+    weights: dict[str, Rate] = Field(default_factory=dict)
     tier: Tier
     efficiency: Efficiency
     launch_overhead_s: Annotated[float, Field(ge=1e-8, le=1e-3)]
@@ -264,7 +272,9 @@ class Architecture(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Architecture:
-        for name in (*self.accumulation, *self.limits, *self.refusals, *self.efficiency.compute_by_format):
+        for name in (
+            *self.accumulation, *self.limits, *self.refusals, *self.efficiency.compute_by_format, *self.weights,
+        ):  # fmt: skip
             check_format(name)
         rated = {k.partition("@")[0] for k in (*self.vector, *self.matrix)}
         self._check_fp8_flavour(rated | {c.format for ladder in self._ladders() for c in ladder})

@@ -10,6 +10,10 @@ one recipe.
 A value of another operator that only GEMMs read may be stored narrow for nothing in drift: each reader rounds its
 operand itself, and its score says what that costs. Readers that do not must then not be chosen together with the narrow
 storage (see `formulate`).
+
+A linear's weights alone may be narrow (recipe `wide`) where the device has such products, in graphs without a backward
+pass: a training step would change the weights after each use. CPUs whose tier stores fp32 store nothing narrower
+between the nodes of such graphs: what is read again soon lies in their caches, and converting it takes time.
 """
 
 from __future__ import annotations
@@ -21,31 +25,36 @@ from typing import cast
 from torch import fx
 
 from ..hardware_db.capability import Device, Verdict
-from ..hardware_db.formats import get_format, split_recipe
-from ..hardware_db.schema import OpClass, natural_accumulator
+from ..hardware_db.formats import get_format, keeps_wide, split_recipe
+from ..hardware_db.narrow_weights import stores_weights
+from ..hardware_db.schema import OpClass, natural_accumulator, recipe_accumulator
 from .cost import format_of
-from .dataflow import readers
 from .gemm import gemm_op, operand_nodes, operand_slots, takes_recipe
-from .graph import CAST_OPS, calls, concrete, float_dtype, is_backward, is_getitem, node_op, operands, root, value_of
+from .graph import (
+    CAST_OPS,
+    calls,
+    concrete,
+    float_dtype,
+    is_backward,
+    is_joint,
+    node_op,
+    root,
+    value_of,
+)  # fmt: skip
 from .keys import WGRAD, NodeKey, key_of
 from .labels import gemm_label, label, split_label, stored_label
 from .op_rules import Policy, class_of, rule_of
 from .plan_fields import Reason
 from .regions import leaves_region
 from .scores import NodeScores, Score, Scores
-from .sensitivity import SCORED_ARITHMETIC, weight_operands
+from .sensitivity import SCORED_ARITHMETIC, has_one_weight, weight_operands
+from .value_use import Use, use_of
 from .vetoes import find_vetoes
 from .workload import gemm_shape
 
 DriftOf = Callable[[str, str, fx.Node], float]
 """The drift of (key, label of an arithmetic or of a stored result, node), in place of measured scores."""
 
-RANKING_OPS = frozenset(
-    {
-        "aten.topk", "aten.kthvalue", "aten.multinomial", "aten.sort", "aten.msort", "aten.argsort", "aten.argmax",
-        "aten.argmin",
-    }
-)  # fmt: skip
 STORED_CLASSES = frozenset({"pointwise", "norm", "softmax", "embedding"})
 """Op classes whose results may be stored narrow although others than GEMMs read them."""
 
@@ -95,16 +104,6 @@ class NodeWays:
         return [w for w in self.ways if w.blocked is None]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Use:
-    """Who reads a node's result: the model's output, a ranking operator, nobody but GEMMs."""
-
-    output: bool
-    ranked: bool
-    gemms: frozenset[fx.Node]
-    only_gemms: bool
-
-
 def ways_of(
     gm: fx.GraphModule, device: Device, parameters: frozenset[fx.Node], scores: Scores | DriftOf | None
 ) -> list[NodeWays]:
@@ -130,7 +129,9 @@ class _Finder:
         self.device = device
         self.parameters = parameters
         self.scores = scores
-        self.storage = narrow_storage(device)
+        self.joint = is_joint(gm)
+        cached = device.kind == "cpu" and device.storage == "fp32" and not self.joint
+        self.storage = None if cached else narrow_storage(device)
         self.vetoes = find_vetoes(gm)
         self.nodes = [
             (n, k) for n in calls(gm) if (k := key_of(n)) is not None and rule_of(n).policy is not Policy.VIEW
@@ -153,32 +154,53 @@ class _Finder:
     def _gemm(self, node: fx.Node, key: NodeKey, traced: str) -> Iterator[Way]:
         """The ways to multiply, with the result as traced."""
         yield _traced_way(traced)
-        known, raw_input = self._known(key), self._raw_input(node)
         weights = weight_operands(node, self.parameters)[:2]
         for name, recipes in self.arithmetics.items():
             if not _is_narrower(name, traced):
                 continue
             refused = self._refused(node, key, traced, name)
-            for recipe in recipes[:1] if refused else recipes:
-                text = gemm_label(name, recipe)
-                score = self._score(key, text, node)
-                activation, weight = (r.name for r in split_recipe(recipe))
-                in_order = "/".join(weight if is_weight else activation for is_weight in weights)
-                yield Way(
-                    label=text,
-                    compute=name,
-                    recipe="none" if recipe == "none" else in_order,
-                    activation=activation,
-                    accumulate=natural_accumulator(name),
-                    output=traced,
-                    drift=score.drift if score else None,
-                    measured=score is not None and score.measured,
-                    blocked=refused
-                    or _no_recipe(node, recipe)
-                    or (raw_input if score is None or not score.measured else None)
-                    or (_overflow(known, text, "lhs", "rhs", "out") if text == "fp16" else None)
-                    or self._unscored(text, score),
-                )
+            rounded = [r for r in recipes if not keeps_wide(r)]
+            for recipe in rounded[:1] if refused else rounded:
+                yield self._way(node, key, traced, name, recipe, weights, refused)
+            if self._may_keep_wide(node, key, weights):
+                for recipe in (r for r in recipes if keeps_wide(r)):
+                    yield self._way(node, key, traced, name, recipe, weights, self._refused_weight(key, name))
+
+    def _way(
+        self, node: fx.Node, key: NodeKey, traced: str, name: str, recipe: str, weights: list[bool],
+        refused: Reason | None,
+    ) -> Way:  # fmt: skip
+        text = gemm_label(name, recipe)
+        score = self._score(key, text, node)
+        activation, weight = (r.name for r in split_recipe(recipe))
+        in_order = "/".join(weight if is_weight else activation for is_weight in weights)
+        return Way(
+            label=text,
+            compute=name,
+            recipe="none" if recipe == "none" else in_order,
+            activation=activation,
+            accumulate=recipe_accumulator(name, recipe),
+            output=traced,
+            drift=score.drift if score else None,
+            measured=score is not None and score.measured,
+            blocked=refused
+            or _no_recipe(node, recipe)
+            or (self._raw_input(node) if score is None or not score.measured else None)
+            or (_overflow(self._known(key), text, "lhs", "rhs", "out") if text == "fp16" else None)
+            or self._unscored(text, score),
+        )
+
+    def _may_keep_wide(self, node: fx.Node, key: NodeKey, weights: list[bool]) -> bool:
+        """Whether a product's weight alone may be narrow: a linear of a forward pass that nobody trains."""
+        fits = not self.joint and key.op == "linear" and takes_recipe(node, "wide/row")
+        return fits and has_one_weight(weights) and bool(self.device.profile.weights)
+
+    def _refused_weight(self, key: NodeKey, name: str) -> Reason | None:
+        """Why a linear's weights may not be stored in a format."""
+        verdict = stores_weights(self.device, name)
+        if not verdict.ok:
+            return Reason(code="verdict", text=verdict.reason)
+        return self._vetoed(key, name)
 
     def _refused(self, node: fx.Node, key: NodeKey, traced: str, name: str) -> Reason | None:
         """Why no recipe makes a format possible."""
@@ -194,6 +216,9 @@ class _Finder:
             self.verdicts[key.op, name] = verdict
         if not verdict.ok:
             return Reason(code="verdict", text=verdict.reason)
+        return self._vetoed(key, name)
+
+    def _vetoed(self, key: NodeKey, name: str) -> Reason | None:
         barring = next((v for v in self.vetoes.get(key, ()) if v.bars(name)), None)
         return Reason(code=barring.code, text=f"no {name}: {barring.text}") if barring else None
 
@@ -213,7 +238,7 @@ class _Finder:
 
     def _stored_gemm(self, node: fx.Node, key: NodeKey) -> NodeWays:
         """The ways of a GEMM: each arithmetic with its result as traced, or stored narrow, or either."""
-        traced, use = _traced(node), _use_of(node)
+        traced, use = _traced(node), use_of(node)
         # A library GEMM of narrow operands can write fp32 on GPUs: a parameter's gradient is not rounded twice.
         as_traced = key.phase == WGRAD and key.op != "conv" and self.device.kind == "gpu"
         narrow = None if traced != "fp32" or use.output or as_traced else self.storage
@@ -246,13 +271,13 @@ class _Finder:
         way = _traced_way(traced)
         if traced != "fp32" or self.storage is None:
             return NodeWays(node=node, key=key, traced=traced, ways=(way,))
-        use, text = _use_of(node), stored_label(self.storage)
+        use, text = use_of(node), stored_label(self.storage)
         free = value_of(node) is not None and self._free(use, self.storage)
         score = Score(drift=0.0, measured=True) if free else self._score(key, text, node)
         stored = self._narrowed(key, replace(way, blocked=self._kept_wide(node, use, free)), text, score)
         return NodeWays(node=node, key=key, traced=traced, ways=(way, stored), rounded_by_readers=free)
 
-    def _kept_wide(self, node: fx.Node, use: _Use, free: bool) -> Reason | None:
+    def _kept_wide(self, node: fx.Node, use: Use, free: bool) -> Reason | None:
         """Why the result of a node that is no GEMM is not stored narrow."""
         if value_of(node) is None:
             return Reason(code="policy", text="several tensors result: they are stored as traced")
@@ -268,7 +293,7 @@ class _Finder:
             return Reason(code="policy", text=rule_of(node).why)
         return None
 
-    def _free(self, use: _Use, narrow: str) -> bool:
+    def _free(self, use: Use, narrow: str) -> bool:
         """Whether only GEMMs read a value and each of them may round it at least as much as `narrow` does."""
         return use.only_gemms and all(
             any(w.blocked is None and (w.compute == narrow or _bits(w) <= 8) for w in self.arithmetic.get(g, ()))
@@ -315,28 +340,6 @@ def _is_narrower(name: str, traced: str) -> bool:
     return traced == "fp32" or get_format(name).storage_bits < get_format(traced).storage_bits
 
 
-def _use_of(node: fx.Node) -> _Use:
-    """Who reads a node's result; of a fused attention only the product counts, not its statistics."""
-    op = gemm_op(node)
-    products = op.results if op is not None else None
-    heads = [node]
-    if products is not None:
-        heads = [u for u in node.users if is_getitem(u) and u.args[1] in products] or heads
-    pairs = [pair for head in heads for pair in readers(head)]
-    gemms = frozenset(
-        user
-        for value, user in pairs
-        if gemm_op(user) is not None and operand_nodes(user).count(value) == operands(user).count(value)
-    )
-    users = {user for _, user in pairs}
-    return _Use(
-        output=any(user.op == "output" for user in users),
-        ranked=any(node_op(user) in RANKING_OPS for user in users),
-        gemms=gemms,
-        only_gemms=bool(users) and users == gemms,
-    )
-
-
 def _no_recipe(node: fx.Node, recipe: str) -> Reason | None:
     """Why a recipe cannot scale a GEMM's operands."""
     op = gemm_op(node)
@@ -354,6 +357,8 @@ def _offered(device: Device) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, recipe in sorted(SCORED_ARITHMETIC, key=lambda pair: -get_format(pair[0]).storage_bits):
         if name.startswith("fp8_") and recipe == "mx32/mx32" and name not in device.profile.mx_formats:
+            continue
+        if recipe == "tensor/row" and device.kind != "cpu":  # GPUs scale rows of activations as fast as whole tensors
             continue
         found.setdefault(name, []).append(recipe)
     return found

@@ -23,6 +23,7 @@ from torch import fx
 
 from ..hardware_db.capability import Device
 from ..hardware_db.formats import Recipe, get_format
+from ..hardware_db.narrow_weights import narrow_weights_time
 from ..hardware_db.work import Work
 from .dataflow import source_of
 from .gemm import gemm_op, operand_nodes
@@ -53,10 +54,15 @@ class CostModel:
         self.device = device
         self.parameters = parameters
 
-    def gemm_bytes(self, node: fx.Node, compute: str, output: str) -> int:
-        """Bytes a GEMM reads at its compute format and writes at its output format."""
+    def gemm_bytes(self, node: fx.Node, compute: str, output: str, *, weights_only: bool = False) -> int:
+        """Bytes a GEMM reads at its compute format (all but parameters as traced with `weights_only`) and writes at its
+        output format."""
         bits = min(get_format(compute).storage_bits, 64)
-        read = sum(bits * numel_of(tensor_of(n)) // 8 for n in operand_nodes(node))
+        read = 0
+        for operand in operand_nodes(node):
+            value = tensor_of(operand)
+            kept = weights_only and root(operand, through_casts=True) not in self.parameters
+            read += (8 * value.element_size() if kept else bits) * numel_of(value) // 8
         return read + sum(storage_bytes(output, numel_of(t)) for t in tensors_of(node) if t.is_floating_point())
 
     def gemm_time(
@@ -77,6 +83,11 @@ class CostModel:
         """Predicted seconds of a GEMM whose operands lie in its compute format already."""
         work = Work(flops=flops, moved_bytes=self.gemm_bytes(node, compute, output), gemm=gemm_shape(node))
         return self.device.time(work, compute, accumulate)
+
+    def narrow_weights_time(self, node: fx.Node, flops: int, compute: str, output: str) -> float:
+        """Predicted seconds of a linear whose parameters alone are stored in `compute`, packed before it runs."""
+        moved = self.gemm_bytes(node, compute, output, weights_only=True)
+        return narrow_weights_time(self.device, Work(flops=flops, moved_bytes=moved, gemm=gemm_shape(node)), compute)
 
     def preparation(
         self, node: fx.Node, compute: str, recipes: Sequence[Recipe], storage: str, *, weights_only: bool = False

@@ -148,6 +148,8 @@ class _Legalizer:
                 args[index] = self.forms.cast(operand, carrier)
             else:
                 recipe = recipes[position] if position < 2 else recipes[0]
+                if recipe == "wide":
+                    continue
                 args[index] = self.forms.rounded(operand, decision.compute, *scaling(node, position, recipe))
         output = DTYPES[decision.output]
         if natively and node_op(node) in _UNFUSED:

@@ -64,6 +64,8 @@ def operand_copies(nodes: Iterable[NodeWays], parameters: frozenset[fx.Node]) ->
             source = source_of(value)
             turned = gemm.key.phase == WGRAD or (gemm.key.phase == DGRAD and not is_backward(source))
             for way in gemm.allowed:
+                if way.activation == "wide":
+                    continue
                 name = _form(way, gemm.traced)
                 scaled = None if way.activation in _ONE_SCALE else turned
                 identity = (value, name, way.activation, scaled)

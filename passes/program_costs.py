@@ -10,6 +10,8 @@ operators of each pass. What is read of the model's inputs counts with the first
                       is stored in that format
     of an input       read, write and launch
 
+CPUs pack the 8-bit weights of a graph without a backward pass once: there they cost no conversion.
+
 **Bits.** For models too small for a device's launch times to mean anything, and to compare methods: a GEMM takes 1 us
 per 1e9 FLOP at 16 bits, in proportion to its bits (32 for fp32 and tf32); all other nodes take nothing. Quantising
 takes a time per element such that the copies of the best uniform 8-bit plan eat the share `cast_share` of what that
@@ -26,7 +28,7 @@ from typing import Protocol
 from torch import fx
 
 from ..hardware_db.capability import Device
-from ..hardware_db.formats import get_format, split_recipe
+from ..hardware_db.formats import get_format, keeps_wide, split_recipe
 from .candidates import NodeWays, Way
 from .cost import CostModel, read_bytes, storage_bytes, value_bytes
 from .dataflow import readers
@@ -63,6 +65,7 @@ class Roofline(CostModel):
     def __init__(self, nodes: Sequence[NodeWays], device: Device, parameters: frozenset[fx.Node]) -> None:
         super().__init__(device, parameters)
         known = {n.node for n in nodes}
+        self._packed = device.kind == "cpu" and not any(is_backward(n) for n in known)
         seen: set[tuple[fx.Node, bool]] = set()
         self._reads: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
         self._constant: Counter[fx.Node] = Counter()
@@ -103,12 +106,17 @@ class Roofline(CostModel):
         """A GEMM with its parameters converted; one of the same operator and shapes is computed once."""
         identity = (self._alike(node), way.compute, way.recipe, way.output)
         known = self._products.get(identity)
+        if known is None and keeps_wide(way.recipe):
+            seconds = self.narrow_weights_time(node, flops_of(node), way.compute, way.output)
+            moved = self.gemm_bytes(node, way.compute, way.output, weights_only=True)
+            known = self._products[identity] = _Product(seconds=seconds, moved=moved)
         if known is None:
             compute, accumulate = way.compute, way.accumulate
             if not self.device.rated(compute, accumulate):
                 compute, accumulate = "fp32", "fp32"  # emulated
             seconds = self.product_time(node, flops_of(node), compute, accumulate, way.output)
-            seconds += self.preparation(node, compute, split_recipe(way.recipe), "fp32", weights_only=True)
+            if not (self._packed and get_format(compute).storage_bits <= 8):
+                seconds += self.preparation(node, compute, split_recipe(way.recipe), "fp32", weights_only=True)
             known = _Product(seconds=seconds, moved=self.gemm_bytes(node, way.compute, way.output))
             self._products[identity] = known
         return known

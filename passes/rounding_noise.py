@@ -86,6 +86,8 @@ class Spread:
 
     def variance(self, compute: str, recipe: str) -> float:
         """Sum of g^2 step^2 / 12 in a format under a recipe."""
+        if recipe == "wide":
+            return 0.0
         fmt = get_format(compute)
         scaled = {"none": self.plain * fmt.max**2, "tensor": self.by_tensor}.get(recipe, self.by_row) / fmt.max**2
         if fmt.kind == "int":

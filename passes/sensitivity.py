@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..hardware_db.formats import split_recipe
+from ..hardware_db.formats import keeps_wide, split_recipe
 from .differentiable import run
 from .drift import Metric
 from .gemm import gemm_op, operand_slots, scaling, takes_recipe
@@ -54,11 +54,15 @@ SCORED_ARITHMETIC: tuple[tuple[str, str], ...] = (
     *((f, r) for f in ("fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz", "fp8_e5m2fnuz")
       for r in ("tensor/tensor", "row/row", "1x128/128x128", "mx32/mx32")),
     ("int8", "row/row"),
+    ("int8", "tensor/row"),
     ("int8", "tensor/tensor"),
     ("fp6_e2m3", "mx32/mx32"),
     ("fp6_e3m2", "mx32/mx32"),
     ("fp4_e2m1", "mx32/mx32"),
     ("int4", "1x128/1x128"),
+    ("fp16", "wide/row"),
+    ("int8", "wide/row"),
+    ("int4", "wide/1x128"),
 )  # fmt: skip
 """Formats and recipes (activation/weight) that every GEMM is scored for."""
 SCORED_STORAGE = ("bf16", "fp16")
@@ -205,7 +209,10 @@ class _Batch:
         slots = operand_slots(node)
         is_weight = weight_operands(node, self.parameters)
         if not sums.scored:
-            sums.scored = frozenset(p for p in SCORED_ARITHMETIC if takes_recipe(node, p[1]))
+            sums.scored = frozenset(
+                (f, r) for f, r in SCORED_ARITHMETIC
+                if takes_recipe(node, r) and (not keeps_wide(r) or has_one_weight(is_weight))
+            )  # fmt: skip
             sums.lhs_is_weight, sums.rhs_is_weight = is_weight[0], len(is_weight) > 1 and is_weight[1]
         for place, (index, axis) in enumerate(slots):
             operand = args[index]
@@ -289,6 +296,8 @@ def round_operands(
     rounded = list(args)
     for position, (index, _) in enumerate(operand_slots(node)):
         name = recipes[1 if is_weight[position] else 0].name
+        if name == "wide":
+            continue
         rounded[index] = fake_quantize_op(args[index].detach(), compute, *scaling(node, position, name))
     return rounded
 
@@ -297,6 +306,11 @@ def weight_operands(node: fx.Node, parameters: frozenset[fx.Node]) -> list[bool]
     """Which operands of a GEMM are parameters, in the order of `operand_slots`."""
     operands = (node.args[index] for index, _ in operand_slots(node))
     return [isinstance(n, fx.Node) and root(n, through_casts=True) in parameters for n in operands]
+
+
+def has_one_weight(is_weight: Sequence[bool]) -> bool:
+    """Whether a product is one of an activation and a weight, so that the weight alone may be narrow."""
+    return len(is_weight) == 2 and is_weight.count(True) == 1
 
 
 def _products(node: fx.Node, result: Any) -> Iterable[tuple[int | None, Tensor]]:
