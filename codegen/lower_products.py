@@ -284,7 +284,24 @@ def _library_op(
     return fresh
 
 
+def _narrow_linear(
+    low: _Lowerer, node: fx.Node, product: Product, bias: fx.Node | None, dtype: torch.dtype
+) -> fx.Node | None:
+    """The operator reads the parameter itself: only so can it see that the parameter has changed."""
+    left, right = _operands(node)
+    weight, turned, turns = right, False, 0
+    while weight not in low.parameters:
+        turned = node_op(weight) == "aten.permute" and bool(weight.args[1] == [1, 0])
+        if not turned and node_op(weight) != "dsmp.fake_quantize":
+            return None
+        turns += int(turned)
+        (weight,) = weight.all_input_nodes
+    args = (left, weight, bias, product.compute, turns % 2 == 0)
+    return low.call(torch.ops.dsmp.narrow_linear.default, args, before=node, like=node)
+
+
 _BUILDERS: Mapping[str, _Builder] = {
+    "cpu_narrow_linear": _narrow_linear,
     "torch_half_mm": _library_mm(torch.ops.dsmp.library_half_mm.default),
     "torch_half_op": _half_op,
     "torch_tf32": _tf32,

@@ -14,8 +14,9 @@ from fnmatch import fnmatchcase
 
 from ..errors import InvalidOptionError, KernelUnavailableError, did_you_mean
 from ..hardware_db.capability import Device, Verdict
-from ..hardware_db.formats import get_format, split_recipe
+from ..hardware_db.formats import get_format, keeps_wide, split_recipe
 from ..hardware_db.work import GemmShape, Work
+from .cpu.narrow_linear import narrow_linear_available
 from .half_ops import HALF_OPS
 from .kernels.block_gemm import block_gemm_available
 from .kernels.gemm_configs import has_gemm
@@ -217,13 +218,23 @@ def _torch_tf32(product: Product, device: Device) -> Verdict:
     return Verdict(True, f"{product.aten} multiplies fp32 tensors in tf32 where it is allowed to")
 
 
+def _cpu_narrow_linear(product: Product, device: Device) -> Verdict:
+    if device.kind != "cpu" or product.aten not in ("aten.mm", "aten.addmm"):
+        return _no("it is for linears on CPUs")
+    recipes = {r.name for r in split_recipe(product.recipe)}
+    if "wide" not in recipes:
+        return _no(f"it keeps activations wide, not {product.recipe}")
+    return narrow_linear_available(product.compute, next(r for r in recipes if r != "wide"))
+
+
 def _simulation(product: Product, device: Device) -> Verdict:
     return Verdict(True, "operands are rounded as planned and multiplied in fp32")
 
 
 # torch: the operator itself (cuBLAS, cuDNN, hipBLASLt, MIOpen, fused attention). torch_scaled_mm: torch._scaled_mm
 # (cuBLASLt, CUTLASS, hipBLASLt). torch_half_mm: mm of scaled fp16 operands. torch_half_op: a convolution or fused
-# attention of scaled fp16 operands. torch_tf32: one that may use tf32, for one node alone. triton_*: the families in
+# attention of scaled fp16 operands. torch_tf32: one that may use tf32, for one node alone. cpu_narrow_linear: linears
+# with narrow weights alone. triton_*: the families in
 # kernels/. simulation: operands rounded exactly, then torch's operator in fp32.
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Implementation(name="torch", kind="library", available=_torch_operator, share=1.0),
@@ -231,6 +242,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Implementation(name="torch_half_mm", kind="library", available=_torch_half_mm, share=1.0),
     Implementation(name="torch_half_op", kind="library", available=_torch_half_op, share=1.0),
     Implementation(name="torch_tf32", kind="library", available=_torch_tf32, share=1.0),
+    Implementation(name="cpu_narrow_linear", kind="library", available=_cpu_narrow_linear, share=1.0),
     Implementation(name="triton_gemm", kind="triton", available=_triton_gemm, share=0.9),
     Implementation(name="triton_block_gemm", kind="triton", available=_triton_block_gemm, share=0.8),
     Implementation(name="triton_mx_gemm", kind="triton", available=_triton_mx_gemm, share=0.8),
@@ -315,6 +327,8 @@ def _is_about(name: str, product: Product) -> bool:
         if product.compute == "fp16" and product.recipes == {"tensor"}:
             return name == "torch_half_op"
         return name == "torch_tf32" if product.compute == "tf32" else name == "torch"
+    if keeps_wide(product.recipe):
+        return name == "cpu_narrow_linear"
     if product.recipes <= _BLOCKS:
         return name == "triton_block_gemm"
     if product.recipes == {"mx32"}:

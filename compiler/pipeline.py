@@ -11,7 +11,7 @@ import torch
 
 from ..errors import PlanHardwareError, PlanMismatchError, RuleError
 from ..hardware_db.capability import Device
-from ..hardware_db.formats import get_format, keeps_wide
+from ..hardware_db.formats import get_format, keeps_wide, split_recipe
 from ..hardware_db.narrow_weights import stores_weights
 from ..hardware_db.schema import OpClass, recipe_accumulator
 from ..passes.keys import NodeKey
@@ -106,7 +106,7 @@ def _not_executed(decision: Decision, is_gemm: bool) -> str:
     if decision.accumulate != natural:
         return f"{decision.compute} is accumulated in {natural}, not in {decision.accumulate}"
     fmt = get_format(decision.compute)
-    scaled = decision.recipe != "none"
+    scaled = any(r.is_scaled for r in split_recipe(decision.recipe))
     if scaled and (fmt.storage_bits > 16 or decision.compute == "bf16"):
         return f"{decision.compute} needs no scales; set recipe to 'none'"
     if not scaled and fmt.kind == "int":

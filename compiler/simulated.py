@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 
+from ..codegen.emission.plan_kernels import product_from
+from ..codegen.registry import SIMULATION, choose
 from ..errors import DsmpError
 from ..hardware_db.capability import Device
 from ..hardware_db.detect import resolve_hardware
@@ -28,7 +30,7 @@ def without_simulated(program: Program, decisions: Mapping[str, Decision], devic
     if not is_running_cpu(device):
         return program
     gemms = [key for key in program.keys if key in decisions and decisions[key].op in GEMM_CLASSES]
-    asked = {key for key in gemms if all(_simulated(c, decisions[key]) for c in program.allowed[key])}
+    asked = {key for key in gemms if all(_simulated(c, decisions[key], device) for c in program.allowed[key])}
     # nodes that are tied to such a node have to be able to follow it
     asked |= {key for group in program.ties if asked & set(group) for key in group}
     barred = {key: _barred(program.candidates[key], decisions[key], device) for key in gemms if key not in asked}
@@ -42,17 +44,20 @@ def is_running_cpu(device: Device) -> bool:
     return False
 
 
-def _simulated(candidate: Candidate, decision: Decision) -> bool:
+def _simulated(candidate: Candidate, decision: Decision, device: Device) -> bool:
     """Whether a product's candidate would run simulated on the device it is planned for."""
+    asked = decided(decision, candidate)
     as_traced = candidate.compute == decision.traced and candidate.recipe == "none"
-    return not as_traced and not is_native(decided(decision, candidate), same_device=True)
+    if as_traced or is_native(asked, same_device=True):
+        return False
+    return choose(product_from(asked), device).implementation is SIMULATION
 
 
 def _barred(candidates: list[Candidate], decision: Decision, device: Device) -> list[Candidate]:
     """A product's candidates with those blocked that would run simulated."""
     return [
         c.model_copy(update={"blocked": Reason(code="simulated", text=_text(c, decision, device))})
-        if c.blocked is None and _simulated(c, decision)
+        if c.blocked is None and _simulated(c, decision, device)
         else c
         for c in candidates
     ]

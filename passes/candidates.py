@@ -59,6 +59,8 @@ STORED_CLASSES = frozenset({"pointwise", "norm", "softmax", "embedding"})
 """Op classes whose results may be stored narrow although others than GEMMs read them."""
 
 _RAW_CONTRACTION = 16
+_IN_FP16 = {"fp16": ("lhs", "rhs", "out"), "fp16:wide/none": ("rhs",)}
+"""Which tensors of a product these ways hold in fp16 without a scale."""
 _FP16_LIMIT = get_format("fp16").max / 2
 
 
@@ -186,13 +188,13 @@ class _Finder:
             blocked=refused
             or _no_recipe(node, recipe)
             or (self._raw_input(node) if score is None or not score.measured else None)
-            or (_overflow(self._known(key), text, "lhs", "rhs", "out") if text == "fp16" else None)
+            or _overflow(self._known(key), text, *_IN_FP16.get(text, ()))
             or self._unscored(text, score),
         )
 
     def _may_keep_wide(self, node: fx.Node, key: NodeKey, weights: list[bool]) -> bool:
         """Whether a product's weight alone may be narrow: a linear of a forward pass that nobody trains."""
-        fits = not self.joint and key.op == "linear" and takes_recipe(node, "wide/row")
+        fits = not self.joint and key.op == "linear" and _traced(node) == "fp32" and takes_recipe(node, "wide/row")
         return fits and has_one_weight(weights) and bool(self.device.profile.weights)
 
     def _refused_weight(self, key: NodeKey, name: str) -> Reason | None:

@@ -60,7 +60,7 @@ SCORED_ARITHMETIC: tuple[tuple[str, str], ...] = (
     ("fp6_e3m2", "mx32/mx32"),
     ("fp4_e2m1", "mx32/mx32"),
     ("int4", "1x128/1x128"),
-    ("fp16", "wide/row"),
+    ("fp16", "wide/none"),
     ("int8", "wide/row"),
     ("int4", "wide/1x128"),
 )  # fmt: skip
