@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .compiler.planning import measure_scores, plan
     from .hardware_db.capability import Device, Verdict
     from .hardware_db.detect import resolve_hardware
+    from .passes.module_plan import module_plan
     from .passes.plan import Decision, PrecisionPlan, Rule, load_plan
     from .passes.scores import Scores, load_scores
     from .passes.sharding import ShardingPlan, ShardingRule
@@ -54,6 +55,7 @@ _HOMES = {
     "load_plan": ".passes.plan",
     "load_scores": ".passes.scores",
     "measure_scores": ".compiler.planning",
+    "module_plan": ".passes.module_plan",
     "parallelize": ".compiler.parallelize",
     "pipeline": ".compiler.pipelined",
     "plan": ".compiler.planning",
@@ -81,6 +83,7 @@ __all__ = [
     "load_plan",
     "load_scores",
     "measure_scores",
+    "module_plan",
     "parallelize",
     "pipeline",
     "plan",

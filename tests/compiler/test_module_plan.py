@@ -1,0 +1,62 @@
+"""Parts of a plan for modules that are compiled alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import dsmp
+from dsmp.errors import PlanMismatchError
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_layers_with_equal_decisions_share_one_part() -> None:
+    plan = dsmp.plan(Stack(), (torch.randn(8, 32),), hardware="h800", training=False, rules={"layers.1.up|*": "fp32"})
+    first, second, third = (dsmp.module_plan(plan, f"layers.{i}") for i in range(3))
+    assert first is third and first is not second
+    assert first.by_key.keys() == second.by_key.keys() and "up|fprop|linear|0" in first.by_key
+    assert [p.by_key["up|fprop|linear|0"].compute for p in (first, second)] == ["bf16", "fp32"]
+
+
+def test_a_layer_compiled_alone_follows_its_part() -> None:
+    model, x = Stack(), torch.randn(8, 32)
+    rules = {"*|linear|*": "fp32", "layers.1.up|*": "fp8_e4m3"}
+    plan = dsmp.plan(model, (x,), hardware="h800", training=False, rules=rules)
+    whole = torch.compile(model, backend="dsmp", options={"plan": plan, "executor": "eager", "strict": True})
+    with torch.no_grad():
+        expected, wide = whole(x), model(x)
+    assert not torch.allclose(expected, wide, rtol=1e-4)
+    torch._dynamo.reset()
+    for i, layer in enumerate(model.layers):
+        options = {"plan": dsmp.module_plan(plan, f"layers.{i}"), "executor": "eager", "strict": True}
+        layer.compile(backend="dsmp", options=options)
+    torch._dynamo.utils.counters.clear()
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # layers 0 and 2 are compiled once
+
+
+def test_a_module_that_is_not_there() -> None:
+    plan = dsmp.plan(Stack(), (torch.randn(8, 32),), hardware="h800")
+    with pytest.raises(PlanMismatchError, match=r"no node of the module 'layer\.0'.*layers\.0"):
+        dsmp.module_plan(plan, "layer.0")
