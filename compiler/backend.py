@@ -274,8 +274,9 @@ def _source_hash() -> str:
     """Hash over all of dsmp's sources and data: another version of the code must not find this one's cached graphs."""
     root = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
-    for folder in ("", "errors", "hardware_db", "hardware_db/data", "passes", "codegen", "codegen/kernels", "compiler"):
-        for file in sorted((root / folder).glob("*.*")):
-            if file.suffix in (".py", ".toml"):
-                digest.update(file.read_bytes())
+    folders = ("errors", "hardware_db", "passes", "codegen", "compiler")
+    files = {*root.glob("*.py"), *(file for folder in folders for file in (root / folder).rglob("*.*"))}
+    for file in sorted(files):
+        if file.suffix in (".py", ".toml", ".cpp", ".h"):
+            digest.update(file.read_bytes())
     return digest.hexdigest()
