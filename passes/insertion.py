@@ -34,11 +34,11 @@ def insert_call(
     node.meta = {k: v for k, v in like.meta.items() if k not in _OWN_META}
     if joint:
         node.meta["partitioner_tag"] = "is_backward" if is_backward(like) else "is_forward"
-    node.meta["val"] = _fake_result(target, args, kwargs)
+    node.meta["val"] = fake_result(target, args, kwargs)
     return node
 
 
-def _fake_result(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def fake_result(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a call returns on the fake values of its arguments."""
     fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
     if target is operator.getitem:

@@ -1,3 +1,4 @@
-"""Linear layers with few rows on CPUs: packed weights of fp32, fp16, int8 and int4, by C++ that is compiled once."""
+"""What CPUs run that torch has no operator for, or none as fast: C++ operators that are compiled once, the packed
+weights that they read, and the pass that puts int8 into graphs."""
 
 from __future__ import annotations

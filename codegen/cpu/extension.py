@@ -45,7 +45,7 @@ _lock = threading.Lock()
 _answers: list[Verdict] = []
 
 
-def small_linear() -> Verdict:
+def cpu_operators() -> Verdict:
     """Whether `torch.ops.dsmp_cpu` is there: builds and loads it at the first call, the only attempt of a process."""
     with _lock:
         if not _answers:
@@ -68,12 +68,12 @@ def library_path() -> Path:
     abi = str(torch.compiled_with_cxx11_abi())
     for part in (torch.__version__, abi, *platform.libc_ver(), platform.machine(), *_FLAGS, *instruction_flags()):
         digest.update(part.encode() + b"\0")
-    return user_cache_path("dsmp") / "cpu" / f"small_linear-{digest.hexdigest()[:20]}.so"
+    return user_cache_path("dsmp") / "cpu" / f"operators-{digest.hexdigest()[:20]}.so"
 
 
 def _attempt() -> Verdict:
     if sys.platform != "linux":
-        return Verdict(ok=False, reason=f"the C++ linear kernels are built on Linux only, not on {sys.platform}")
+        return Verdict(ok=False, reason=f"the C++ operators are built on Linux only, not on {sys.platform}")
     try:
         library = library_path()
         failure = _build(library) if not library.exists() else None
@@ -89,8 +89,8 @@ def _attempt() -> Verdict:
             return Verdict(ok=False, reason=failure)
         register_fakes()
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        return Verdict(ok=False, reason=f"the C++ linear kernels cannot be built or loaded: {error}")
-    return Verdict(ok=True, reason=f"the C++ linear kernels are loaded from {library}")
+        return Verdict(ok=False, reason=f"the C++ operators cannot be built or loaded: {error}")
+    return Verdict(ok=True, reason=f"the C++ operators are loaded from {library}")
 
 
 def _load(library: Path) -> None:
@@ -110,7 +110,7 @@ def _build(library: Path) -> str | None:
             return None
         partial = library.with_suffix(".partial")
         done = subprocess.run(
-            [*compiler, *_arguments(), str(_SOURCES / "small_linear.cpp"), "-o", str(partial), *_libraries()],
+            [*compiler, *_arguments(), *map(str, sorted(_SOURCES.glob("*.cpp"))), "-o", str(partial), *_libraries()],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...hardware_db.capability import Verdict
-from .extension import small_linear
+from .extension import cpu_operators
 from .packs import packed
 
 ROWS = 64
@@ -33,7 +33,7 @@ def narrow_linear_available(format: str, recipe: str) -> Verdict:
     """Whether linears with such weights run here: needs the C++ kernels, which the first call builds."""
     if RECIPES.get(format) != recipe:
         return Verdict(False, f"weights are stored in fp16, int8 by rows or int4 by 1x128, not in {format} by {recipe}")
-    return small_linear()
+    return cpu_operators()
 
 
 def _pack_fp16(weight: Tensor) -> tuple[Tensor, ...]:

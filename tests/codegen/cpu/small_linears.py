@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsmp.codegen.cpu.extension import small_linear
+from dsmp.codegen.cpu.extension import cpu_operators
 
 
 def needs_kernels() -> None:
     """Skips, with the verdict's reason, where the kernels cannot be built."""
-    verdict = small_linear()
+    verdict = cpu_operators()
     if not verdict:
         pytest.skip(verdict.reason)
 

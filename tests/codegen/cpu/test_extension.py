@@ -28,14 +28,14 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_no_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(fresh))
-    verdict = extension.small_linear()
+    verdict = extension.cpu_operators()
     assert not verdict and "no C++ compiler" in verdict.reason
 
 
 def test_one_attempt_per_process(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = []
     monkeypatch.setattr(extension, "_attempt", lambda: attempts.append(1) or Verdict(ok=False, reason="no"))
-    assert extension.small_linear() is extension.small_linear()
+    assert extension.cpu_operators() is extension.cpu_operators()
     assert attempts == [1]
 
 
@@ -44,7 +44,7 @@ def test_a_failing_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch, capfd:
     compiler.write_text("#!/bin/sh\necho loud; echo 'x.cpp:1: error: what is this' >&2; exit 3\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    verdict = extension.small_linear()
+    verdict = extension.cpu_operators()
     assert not verdict and verdict.reason == f"{compiler} failed with status 3: x.cpp:1: error: what is this"
     assert capfd.readouterr() == ("", "")
     assert not list((fresh / "cache").rglob("*.so"))
@@ -52,13 +52,13 @@ def test_a_failing_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch, capfd:
 
 def test_a_cache_that_cannot_be_written(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (fresh / "cache").write_text("a file where the folder should be")
-    verdict = extension.small_linear()
+    verdict = extension.cpu_operators()
     assert not verdict and "cannot be built or loaded" in verdict.reason
 
 
 def test_other_systems(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    verdict = extension.small_linear()
+    verdict = extension.cpu_operators()
     assert not verdict and "not on darwin" in verdict.reason
 
 
@@ -87,7 +87,7 @@ from dsmp.codegen.cpu import extension
 extension.user_cache_path = lambda _: pathlib.Path({str(cache)!r})
 extension._SOURCES = pathlib.Path({str(sources)!r})
 extension.register_fakes = lambda: None
-verdict = extension.small_linear()
+verdict = extension.cpu_operators()
 assert verdict, verdict.reason
 print(verdict.reason)
 """
