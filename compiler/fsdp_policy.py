@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ..errors import FsdpPolicyError, UnknownKeyError
+from ..errors import FsdpPolicyError, InvalidOptionError, UnknownKeyError
 from ..hardware_db.formats import get_format
 from ..passes.keys import FPROP
 from ..passes.plan import PrecisionPlan
@@ -27,12 +27,15 @@ def fsdp_policy(
     see `dsmp.parallelize`, or the option `wire` for SimpleFSDP-style code.
     module: with a plan, the path of the block among the plan's modules; "" for all of it.
 
-    Raises FsdpPolicyError for a format that `fully_shard` does not have, UnknownKeyError for a path without products.
+    Raises FsdpPolicyError for a format that `fully_shard` does not have, UnknownKeyError for a path without products,
+    InvalidOptionError for a path without a plan.
     """
+    if module and not isinstance(gather, PrecisionPlan):
+        raise InvalidOptionError("module", module, "with a plan, such as dsmp.fsdp_policy(plan, module='blocks.0')")
     name = _of_plan(gather, module) if isinstance(gather, PrecisionPlan) else gather
-    if name not in _GATHERED:
+    if not isinstance(name, str) or name not in _GATHERED:
         raise FsdpPolicyError("gather", name, _GATHERED)
-    if reduce not in _REDUCED:
+    if not isinstance(reduce, str) or reduce not in _REDUCED:
         raise FsdpPolicyError("reduce", reduce, _REDUCED)
     return MixedPrecisionPolicy(param_dtype=_GATHERED[name], reduce_dtype=_REDUCED[reduce])
 

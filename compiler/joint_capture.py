@@ -36,19 +36,20 @@ class JointCapture:
     know its nodes.
 
     `names` maps placeholders of plain inputs to the argument they come from; `in_spec` flattens ((args), {kwargs}) in
-    the order of `PlainAOTInput.idx`, `out_spec` rebuilds what the module returns.
+    the order of `PlainAOTInput.idx`, `out_spec` rebuilds what the module returns. `training` is the module's mode.
     """
 
     gm: fx.GraphModule
     names: Mapping[str, str]
     in_spec: TreeSpec
     out_spec: TreeSpec
+    training: bool = True
 
 
 def capture_joint(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, device: str = "cpu"
 ) -> JointCapture:
-    """Export the joint graph of one call, on fake tensors of a device type.
+    """Export the joint graph of one call, on fake tensors of a device type. Inputs that require a gradient get one.
 
     Raises CaptureError when the model cannot be run or traced so.
     """
@@ -62,9 +63,12 @@ def capture_joint(
         )
         return FakeTensor(mode, plain, torch.device(device))
 
+    def fake_input(x: Tensor) -> Tensor:
+        return fake(x).requires_grad_(x.requires_grad)
+
     kwargs = dict(kwargs or {})
     module = _fake_copy(model, fake)
-    inputs = tree_map_only(Tensor, fake, (tuple(args), kwargs))
+    inputs = tree_map_only(Tensor, fake_input, (tuple(args), kwargs))
     try:
         with contextlib.ExitStack() as stack, explicit_precision(), _module_paths(module), _as_compiling():
             exported = aot_export_joint_with_descriptors(
@@ -80,7 +84,8 @@ def capture_joint(
     names = {
         n.name: flat[n.meta["desc"].idx] for n in placeholders(gm) if isinstance(n.meta.get("desc"), PlainAOTInput)
     }
-    return JointCapture(gm=gm, names=names, in_spec=tree_flatten(inputs)[1], out_spec=exported.out_spec)
+    spec = tree_flatten(inputs)[1]
+    return JointCapture(gm=gm, names=names, in_spec=spec, out_spec=exported.out_spec, training=model.training)
 
 
 def check_names(capture: JointCapture, plan: ShardingPlan) -> None:

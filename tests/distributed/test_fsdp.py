@@ -9,7 +9,7 @@ from gloo import Ranks
 from torch import nn
 
 import dsmp
-from dsmp.errors import FsdpPolicyError, UnknownKeyError
+from dsmp.errors import FsdpPolicyError, InvalidOptionError, UnknownKeyError
 
 BLOCK = {"attn.qkv", "attn.proj", "mlp.up", "mlp.down"}
 
@@ -96,3 +96,10 @@ def test_policies_of_a_plan() -> None:
 def test_policies_that_fully_shard_does_not_have(options: tuple[str, str], text: str) -> None:
     with pytest.raises(FsdpPolicyError, match=rf"{text}.*possible: fp32, bf16"):
         dsmp.fsdp_policy(options[0], reduce=options[1])
+
+
+def test_policies_from_values_of_the_wrong_kind() -> None:
+    with pytest.raises(InvalidOptionError, match=r"'module' got 'blocks.0'.*with a plan"):
+        dsmp.fsdp_policy("bf16", module="blocks.0")
+    with pytest.raises(FsdpPolicyError, match=r"gather in \['bf16'\]"):
+        dsmp.fsdp_policy(["bf16"])  # type: ignore[arg-type]

@@ -333,6 +333,7 @@ def test_on_the_command_line(tmp_path):
         (["--mesh", "dp"], "dp=256,tp=8"),
         (["--mesh", "dp=2,dp=3"], "dp=256,tp=8"),
         (["--mesh", "dp=2", "--wire", "int8", "--wire", "dp=int4"], "DIMENSION=FORMAT"),
+        (["--mesh", "dp=2", "--wire", "dp=int8", "--wire", "dp=int4"], "dp has int8"),
         (["--mesh", "dp=2", "--place", "*=tp"], "GLOB=DIMENSION:PLACEMENT"),
         (["--mesh", "dp=2", "--place", "*=tp:shard(0)"], "no dimension 'tp'"),
         (["--mesh", "dp=2", "--zero", "4"], "0, 1, 2 or 3"),
