@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, ParamAOTInput, PlainAOTInput
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_map_only
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_map, tree_map_only
 
 from ..errors import CaptureError
 from ..passes.graph import output_node, placeholders
@@ -28,6 +30,8 @@ from ..passes.loss_decomp import loss_decompositions
 from ..passes.sharding import ShardingPlan
 from .capture import failure_text, key_graph
 from .tracing import explicit_precision
+
+log = logging.getLogger("dsmp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +72,7 @@ def capture_joint(
 
     kwargs = dict(kwargs or {})
     module = _fake_copy(model, fake)
+    _keep_plain_outputs(module)
     inputs = tree_map_only(Tensor, fake_input, (tuple(args), kwargs))
     try:
         with contextlib.ExitStack() as stack, explicit_precision(), _module_paths(module), _as_compiling():
@@ -134,6 +139,24 @@ def _fake_copy(model: nn.Module, fake: Any) -> nn.Module:
     for buffer in model.buffers():
         memo[id(buffer)] = fake(buffer)
     return copy.deepcopy(model, memo)
+
+
+def _keep_plain_outputs(module: nn.Module) -> None:
+    """Let a module return None for what is neither a tensor nor a plain value, such as a cache of keys and values: it
+    is state between calls, and no output of a graph."""
+    forward, kept = module.forward, (Tensor, int, float, bool, str, type(None))
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, kept):
+            return value
+        log.warning("a sharded %s returns no %s: it gives None", type(module).__name__, type(value).__name__)
+        return None
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return tree_map(plain, forward(*args, **kwargs))
+
+    module.forward = run
 
 
 @contextlib.contextmanager

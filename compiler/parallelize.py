@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -122,6 +123,8 @@ def cut_model(
         log.warning("on the meta device, and in no checkpoint; fill after to_empty(): %s", ", ".join(lost))
     args, kwargs = split_inputs(inputs)
     where = _sharding(plan) if precision is None else ShardingPlan.from_dict(_mesh_plan(precision).sharding)
+    if isinstance(where, ShardingPlan):
+        check_dimensions(where, mesh)
     capture = capture_joint(model, args, kwargs, device=mesh.device_type)
     where = plan_for(mesh, where, capture, rules, zero=zero, sequence=sequence)
     agree(mesh, f"{where.digest()} {formats.digest if formats is not None else ''}", "plans")
@@ -217,20 +220,28 @@ def plan_for(
     sequence: bool = False,
 ) -> ShardingPlan:
     """The plan with its rules, checked against the mesh and the captured model. Raises as `parallelize` does."""
-    if not mesh.mesh_dim_names:
-        raise ShardingPlanError("the mesh's dimensions have no names; make it with mesh_dim_names=('dp', 'tp').")
-    sizes = {name: mesh.size(i) for i, name in enumerate(mesh.mesh_dim_names)}
     if isinstance(plan, str):
-        found = propose(capture.gm, sizes, capture.names, zero=zero, sequence=sequence)
+        found = propose(capture.gm, _sizes(mesh), capture.names, zero=zero, sequence=sequence)
         for verdict in found.verdicts:
-            if not verdict:
+            if not verdict and dist.get_rank() == 0:  # all ranks find the same
                 log.warning("not divided: %s", verdict.reason)
         plan = found.plan
     elif zero or sequence:
         name, value = ("zero", zero) if zero else ("sequence", sequence)
         raise InvalidOptionError(name, value, "with plan='auto' only: this plan says where everything lies")
-    if tuple(plan.dims) != tuple(sizes.items()):
-        raise ShardingPlanError(f"the plan is for a mesh {dict(plan.dims)}, and the mesh is {sizes}.")
+    check_dimensions(plan, mesh)
     plan = plan.with_rules(rules)
     check_names(capture, plan)
     return plan
+
+
+def check_dimensions(plan: ShardingPlan, mesh: DeviceMesh) -> None:
+    """Raise ShardingPlanError for a plan that is for another mesh."""
+    if tuple(plan.dims) != tuple(_sizes(mesh).items()):
+        raise ShardingPlanError(f"the plan is for a mesh {dict(plan.dims)}, and the mesh is {_sizes(mesh)}.")
+
+
+def _sizes(mesh: DeviceMesh) -> dict[str, int]:
+    if not mesh.mesh_dim_names:
+        raise ShardingPlanError("the mesh's dimensions have no names; make it with mesh_dim_names=('dp', 'tp').")
+    return {name: mesh.size(i) for i, name in enumerate(mesh.mesh_dim_names)}

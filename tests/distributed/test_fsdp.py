@@ -76,7 +76,8 @@ def test_policies() -> None:
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
     policy = dsmp.fsdp_policy("fp16", reduce="bf16")
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.float16, torch.bfloat16)
-    assert dsmp.fsdp_policy().param_dtype is None
+    assert policy.output_dtype is torch.float32, "what reads a block's result computes as it is written"
+    assert dsmp.fsdp_policy().param_dtype is dsmp.fsdp_policy().output_dtype is None
 
 
 def test_policies_of_a_plan() -> None:

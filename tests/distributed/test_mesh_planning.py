@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 from llama import Llama
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import dsmp
@@ -397,3 +398,16 @@ def test_noise_of_wire_formats_is_that_of_their_steps():
     for name, low, high in (("bf16", 2e-6, 4e-6), ("int8", 2e-5, 6e-5), ("int4", 8e-3, 2e-2)):
         assert low < relative_noise(parse_wire(name)) < high
     assert relative_noise(parse_wire("fp32")) == 0
+
+
+def test_a_cache_that_a_model_returns_is_no_output(caplog):
+    """transformers' models return a cache of keys and values unless they are told not to."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, num_hidden_layers=1))
+    ids = torch.randint(0, 64, (4, 16))
+    inputs, mesh = {"input_ids": ids, "labels": ids}, {"dp": 2, "tp": 2}
+    plan = dsmp.plan(model, inputs, hardware="h800", mesh=mesh)
+    without = dsmp.plan(model, {**inputs, "use_cache": False}, hardware="h800", mesh=mesh)
+    assert {d.key for d in without} <= {d.key for d in plan}
+    assert plan.mesh.collectives == without.mesh.collectives
+    assert "returns no DynamicCache" in caplog.text
