@@ -142,8 +142,12 @@ def _fake_copy(model: nn.Module, fake: Any) -> nn.Module:
 
 
 def _keep_plain_outputs(module: nn.Module) -> None:
-    """Let a module return None for what is neither a tensor nor a plain value, such as a cache of keys and values: it
-    is state between calls, and no output of a graph."""
+    """Let a module keep no cache of keys and values (transformers' models make one unless their config says no), and
+    return None for anything else that is neither a tensor nor a plain value: these are state between calls, and no
+    outputs of a graph."""
+    for part in module.modules():
+        if getattr(getattr(part, "config", None), "use_cache", False):
+            part.config.use_cache = False  # type: ignore[union-attr]
     forward, kept = module.forward, (Tensor, int, float, bool, str, type(None))
 
     def plain(value: Any) -> Any:
