@@ -116,7 +116,7 @@ def compress_ddp(
     Raises InvalidOptionError for what is no DistributedDataParallel, GradientOwnerError where something else sends the
     gradients already, UnknownWireFormatError and InvalidWireFormatError.
     """
-    format = parse_wire(wire) if isinstance(wire, str) else wire
+    format = parse_wire(wire)
     if not isinstance(ddp, DistributedDataParallel):
         raise InvalidOptionError("ddp", type(ddp).__name__, "a DistributedDataParallel module")
     _check(ddp)

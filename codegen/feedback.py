@@ -48,12 +48,16 @@ def compress_gradients(
     gives a stand-in for it; `parameters()` gives the parameter itself. The module can be copied, not pickled whole.
     group: default, all ranks. Raises FeedbackError, UnknownWireFormatError, InvalidWireFormatError.
     """
-    format = parse_wire(wire) if isinstance(wire, str) else wire
+    format = parse_wire(wire)
     if not (dist.is_available() and dist.is_initialized()):
         raise FeedbackError(
             "gradients are averaged over a process group and there is none: call torch.distributed.init_process_group "
             "before compress_gradients."
         )
+    if not isinstance(module, nn.Module):
+        raise FeedbackError(f"module is {module!r}; allowed: an nn.Module.")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise FeedbackError(f"group is {group!r}; allowed: a process group, such as mesh.get_group('dp'), or None.")
     own = group or dist.group.WORLD
     assert own is not None
     check_averageable(module)

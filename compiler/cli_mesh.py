@@ -82,13 +82,15 @@ def _sizes(text: str) -> dict[str, int]:
 
 
 def _wires(texts: Sequence[str]) -> str | dict[str, str] | None:
-    by_dim = {}
+    by_dim: dict[str, str] = {}
     for text in texts:
         dim, equals, name = text.partition("=")
         if not equals and len(texts) > 1:
             raise InvalidOptionError("--wire", text, "one format for all mesh dimensions, or DIMENSION=FORMAT for each")
         if not equals:
             return text
+        if dim in by_dim:
+            raise InvalidOptionError("--wire", text, f"one format for each mesh dimension; {dim} has {by_dim[dim]}")
         by_dim[dim] = name
     return by_dim or None
 

@@ -38,7 +38,9 @@ def wires_by_dim(wire: str | Mapping[str, str] | None, dims: Sequence[str]) -> d
 
     Raises InvalidOptionError for a dimension that the mesh lacks, UnknownWireFormatError and InvalidWireFormatError.
     """
-    by_dim = dict.fromkeys(dims, wire) if isinstance(wire, str) else dict(wire or {})
+    if wire is None:
+        return {}
+    by_dim = dict(wire) if isinstance(wire, Mapping) else dict.fromkeys(dims, parse_wire(wire))
     if any(dim not in dims for dim in by_dim):
         raise InvalidOptionError("wire", wire, f"a format, or formats by mesh dimension ({', '.join(dims)})")
     return {dim: parse_wire(text) for dim, text in by_dim.items()}

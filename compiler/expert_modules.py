@@ -53,6 +53,8 @@ def find_experts(model: nn.Module, globs: Sequence[str] | None = None) -> list[E
 
     Raises ExpertsError where there are none, where a glob matches none, and for a model that is divided already.
     """
+    if isinstance(globs, str) or (globs is not None and not globs):
+        raise ExpertsError(f"experts is {globs!r}; allowed: a list of names (globs) of modules, or None for all.")
     found = [e for name, module in model.named_modules() if (e := _experts(name, module)) is not None]
     for glob in globs or ():
         if not any(fnmatchcase(e.name, glob) for e in found):

@@ -17,6 +17,7 @@ from ..codegen.feedback import AVERAGED, average_gradients, check_averageable
 from ..errors import ExpertsError, IndivisibleError, InvalidWireFormatError
 from ..passes.wire_formats import FP32, WIRE_NAMES, WireFormat, parse_wire
 from .expert_modules import Experts, check_share, find_experts
+from .model_arguments import check_module
 from .plan_agreement import agree
 from .sharded_module import shards_of
 
@@ -62,6 +63,7 @@ def expert_parallel(
     FeedbackError for gradients that something averages already; RanksDisagreeError where ranks hold different models
     or ask for different formats; UnknownWireFormatError and InvalidWireFormatError for a wire format.
     """
+    check_module(model)
     formats = {n: _format(text) for n, text in (("dispatch", dispatch), ("combine", combine))}
     wire = parse_wire(gradients)
     mesh = _one_dimension(mesh, model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ..errors import FsdpPolicyError, UnknownKeyError
+from ..errors import FsdpPolicyError, InvalidOptionError, UnknownKeyError
 from ..hardware_db.formats import get_format
 from ..passes.keys import FPROP
 from ..passes.plan import PrecisionPlan
@@ -22,19 +22,26 @@ def fsdp_policy(
 
     gather: what parameters are gathered in, and so computed with: "fp32" (as they are stored), "bf16" or "fp16". Of a
     plan: bf16 where each product with a weight computes in bf16 or from narrower values with bf16's range, fp16 where
-    each does in fp16, else as stored. `fully_shard` knows one format a block, so norms and biases follow it.
+    each does in fp16, else as stored. `fully_shard` knows one format a block, so norms and biases follow it. What the
+    block returns is fp32 again: give blocks the policy and leave the root without one, which keeps head and loss wide.
     reduce: what gradients are summed in: "fp32" or "bf16". Other wire formats need graphs that hold their collectives:
     see `dsmp.parallelize`, or the option `wire` for SimpleFSDP-style code.
     module: with a plan, the path of the block among the plan's modules; "" for all of it.
 
-    Raises FsdpPolicyError for a format that `fully_shard` does not have, UnknownKeyError for a path without products.
+    Raises FsdpPolicyError for a format that `fully_shard` does not have, UnknownKeyError for a path without products,
+    InvalidOptionError for a path without a plan.
     """
+    if module and not isinstance(gather, PrecisionPlan):
+        raise InvalidOptionError("module", module, "with a plan, such as dsmp.fsdp_policy(plan, module='blocks.0')")
     name = _of_plan(gather, module) if isinstance(gather, PrecisionPlan) else gather
-    if name not in _GATHERED:
+    if not isinstance(name, str) or name not in _GATHERED:
         raise FsdpPolicyError("gather", name, _GATHERED)
-    if reduce not in _REDUCED:
+    if not isinstance(reduce, str) or reduce not in _REDUCED:
         raise FsdpPolicyError("reduce", reduce, _REDUCED)
-    return MixedPrecisionPolicy(param_dtype=_GATHERED[name], reduce_dtype=_REDUCED[reduce])
+    dtype = _GATHERED[name]
+    # what a block hands on goes into modules that compute as they are written: the head, the loss, other blocks
+    output = None if dtype is None else torch.float32
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=_REDUCED[reduce], output_dtype=output)
 
 
 def _of_plan(plan: PrecisionPlan, module: str) -> str:

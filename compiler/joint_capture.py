@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, ParamAOTInput, PlainAOTInput
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_map_only
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_map, tree_map_only
 
 from ..errors import CaptureError
 from ..passes.graph import output_node, placeholders
@@ -29,6 +31,8 @@ from ..passes.sharding import ShardingPlan
 from .capture import failure_text, key_graph
 from .tracing import explicit_precision
 
+log = logging.getLogger("dsmp")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JointCapture:
@@ -36,19 +40,20 @@ class JointCapture:
     know its nodes.
 
     `names` maps placeholders of plain inputs to the argument they come from; `in_spec` flattens ((args), {kwargs}) in
-    the order of `PlainAOTInput.idx`, `out_spec` rebuilds what the module returns.
+    the order of `PlainAOTInput.idx`, `out_spec` rebuilds what the module returns. `training` is the module's mode.
     """
 
     gm: fx.GraphModule
     names: Mapping[str, str]
     in_spec: TreeSpec
     out_spec: TreeSpec
+    training: bool = True
 
 
 def capture_joint(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, device: str = "cpu"
 ) -> JointCapture:
-    """Export the joint graph of one call, on fake tensors of a device type.
+    """Export the joint graph of one call, on fake tensors of a device type. Inputs that require a gradient get one.
 
     Raises CaptureError when the model cannot be run or traced so.
     """
@@ -62,9 +67,13 @@ def capture_joint(
         )
         return FakeTensor(mode, plain, torch.device(device))
 
+    def fake_input(x: Tensor) -> Tensor:
+        return fake(x).requires_grad_(x.requires_grad)
+
     kwargs = dict(kwargs or {})
     module = _fake_copy(model, fake)
-    inputs = tree_map_only(Tensor, fake, (tuple(args), kwargs))
+    _keep_plain_outputs(module)
+    inputs = tree_map_only(Tensor, fake_input, (tuple(args), kwargs))
     try:
         with contextlib.ExitStack() as stack, explicit_precision(), _module_paths(module), _as_compiling():
             exported = aot_export_joint_with_descriptors(
@@ -80,7 +89,8 @@ def capture_joint(
     names = {
         n.name: flat[n.meta["desc"].idx] for n in placeholders(gm) if isinstance(n.meta.get("desc"), PlainAOTInput)
     }
-    return JointCapture(gm=gm, names=names, in_spec=tree_flatten(inputs)[1], out_spec=exported.out_spec)
+    spec = tree_flatten(inputs)[1]
+    return JointCapture(gm=gm, names=names, in_spec=spec, out_spec=exported.out_spec, training=model.training)
 
 
 def check_names(capture: JointCapture, plan: ShardingPlan) -> None:
@@ -129,6 +139,28 @@ def _fake_copy(model: nn.Module, fake: Any) -> nn.Module:
     for buffer in model.buffers():
         memo[id(buffer)] = fake(buffer)
     return copy.deepcopy(model, memo)
+
+
+def _keep_plain_outputs(module: nn.Module) -> None:
+    """Let a module keep no cache of keys and values (transformers' models make one unless their config says no), and
+    return None for anything else that is neither a tensor nor a plain value: these are state between calls, and no
+    outputs of a graph."""
+    for part in module.modules():
+        if getattr(getattr(part, "config", None), "use_cache", False):
+            part.config.use_cache = False  # type: ignore[union-attr]
+    forward, kept = module.forward, (Tensor, int, float, bool, str, type(None))
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, kept):
+            return value
+        log.warning("a sharded %s returns no %s: it gives None", type(module).__name__, type(value).__name__)
+        return None
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return tree_map(plain, forward(*args, **kwargs))
+
+    module.forward = run
 
 
 @contextlib.contextmanager

@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..codegen.collectives import rewrite_collectives
-from ..errors import ShardingPlanError
+from ..errors import InvalidOptionError, ShardingPlanError
 from ..hardware_db.detect import detect, resolve_hardware
 from ..passes.keys import key_of
 from ..passes.mesh_plan import MeshPlan
@@ -22,11 +23,13 @@ from ..passes.plan import PrecisionPlan, load_plan
 from ..passes.shard_graph import ShardedGraph
 from ..passes.sharding import ShardingPlan, ShardingRule
 from ..passes.wire_formats import FP32, WireFormat, parse_wire
+from .batches import split_inputs
 from .block_folding import Repeats
 from .collective_decisions import is_worth_encoding, wires_by_dim
 from .joint_capture import JointCapture, capture_joint, check_names
 from .lost_ranks import watched
 from .mesh_groups import shard_over
+from .model_arguments import check_device_mesh, check_module
 from .pipeline import check_plan_hardware
 from .plan_agreement import agree, collectives_digest
 from .rank_graph import RankGraph
@@ -80,6 +83,8 @@ def parallelize(
     the result, and its backward pass, raise RankLostError when a rank dies or does not answer within the process
     group's timeout.
     """
+    check_module(model)
+    check_device_mesh(mesh)
     wires_by_dim(wire, mesh.mesh_dim_names or ())  # before the work
     cut = cut_model(model, mesh, plan, inputs=inputs, rules=rules, zero=zero, sequence=sequence, hardware=hardware)
     return assemble(cut, wire=wire, executor=executor)
@@ -116,8 +121,10 @@ def cut_model(
     saved = model.state_dict(keep_vars=True)
     if lost := [n for n, b in model.named_buffers() if b.is_meta and n not in saved]:
         log.warning("on the meta device, and in no checkpoint; fill after to_empty(): %s", ", ".join(lost))
-    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    args, kwargs = split_inputs(inputs)
     where = _sharding(plan) if precision is None else ShardingPlan.from_dict(_mesh_plan(precision).sharding)
+    if isinstance(where, ShardingPlan):
+        check_dimensions(where, mesh)
     capture = capture_joint(model, args, kwargs, device=mesh.device_type)
     where = plan_for(mesh, where, capture, rules, zero=zero, sequence=sequence)
     agree(mesh, f"{where.digest()} {formats.digest if formats is not None else ''}", "plans")
@@ -137,6 +144,8 @@ def assemble(
     chosen = _chosen(
         RankGraph(graph, groups, Repeats()), cut.planned if wire is None else wires_by_dim(wire, tuple(cut.plan.mesh))
     )
+    if wire is None:
+        warn_of_strangers(cut.planned, RankGraph(graph, groups, Repeats()))
     audit = cut.formats.apply(graph) if cut.formats is not None else None
     sent = rewrite_collectives(graph.gm, chosen)
     agree(mesh, collectives_digest(graph, mesh), "collectives in the graph")
@@ -182,6 +191,14 @@ def _formats(mesh: DeviceMesh, plan: PrecisionPlan | None, hardware: str | None)
     return Formats(device=device, running=running, plan=plan)
 
 
+def warn_of_strangers(planned: Mapping[str, str], rank: RankGraph) -> None:
+    """Say which of a plan's collectives the graph lacks: what the plan has for them reaches nothing."""
+    known = {str(key_of(c.start)) for c in rank.collectives}
+    if strange := [key for key in planned if key not in known]:
+        shown = ", ".join(strange[:8])
+        log.warning("%d collectives of the plan are not in the graph, and are ignored: %s", len(strange), shown)
+
+
 def _chosen(rank: RankGraph, wires: Mapping[str, str | WireFormat]) -> dict[fx.Node, WireFormat]:
     """The formats of collectives that are large enough to matter, from formats by key or mesh dimension."""
     found = {}
@@ -203,17 +220,28 @@ def plan_for(
     sequence: bool = False,
 ) -> ShardingPlan:
     """The plan with its rules, checked against the mesh and the captured model. Raises as `parallelize` does."""
-    if not mesh.mesh_dim_names:
-        raise ShardingPlanError("the mesh's dimensions have no names; make it with mesh_dim_names=('dp', 'tp').")
-    sizes = {name: mesh.size(i) for i, name in enumerate(mesh.mesh_dim_names)}
     if isinstance(plan, str):
-        found = propose(capture.gm, sizes, capture.names, zero=zero, sequence=sequence)
+        found = propose(capture.gm, _sizes(mesh), capture.names, zero=zero, sequence=sequence)
         for verdict in found.verdicts:
-            if not verdict:
+            if not verdict and dist.get_rank() == 0:  # all ranks find the same
                 log.warning("not divided: %s", verdict.reason)
         plan = found.plan
-    if tuple(plan.dims) != tuple(sizes.items()):
-        raise ShardingPlanError(f"the plan is for a mesh {dict(plan.dims)}, and the mesh is {sizes}.")
+    elif zero or sequence:
+        name, value = ("zero", zero) if zero else ("sequence", sequence)
+        raise InvalidOptionError(name, value, "with plan='auto' only: this plan says where everything lies")
+    check_dimensions(plan, mesh)
     plan = plan.with_rules(rules)
     check_names(capture, plan)
     return plan
+
+
+def check_dimensions(plan: ShardingPlan, mesh: DeviceMesh) -> None:
+    """Raise ShardingPlanError for a plan that is for another mesh."""
+    if tuple(plan.dims) != tuple(_sizes(mesh).items()):
+        raise ShardingPlanError(f"the plan is for a mesh {dict(plan.dims)}, and the mesh is {_sizes(mesh)}.")
+
+
+def _sizes(mesh: DeviceMesh) -> dict[str, int]:
+    if not mesh.mesh_dim_names:
+        raise ShardingPlanError("the mesh's dimensions have no names; make it with mesh_dim_names=('dp', 'tp').")
+    return {name: mesh.size(i) for i, name in enumerate(mesh.mesh_dim_names)}

@@ -15,10 +15,11 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from ..errors import InputSpecError, InvalidOptionError, PipelineError, ScheduleError, StageSplitError
 from ..hardware_db.detect import resolve_hardware
 from ..passes.pipeline_plan import BOUNDARIES, Boundary, PipelinePlan, Sending
-from ..passes.plan import PrecisionPlan, load_plan
+from .batches import split_inputs
 from .capture import capture
 from .joint_capture import input_names
-from .options import Executor
+from .model_arguments import check_device_mesh, check_module, check_positive
+from .options import Executor, parse_options
 from .pipeline_orders import schedule_kind, schedule_order
 from .pipeline_planning import RankDevice, plan_pipeline
 from .plan_agreement import agree
@@ -69,13 +70,22 @@ def pipeline(
     UnknownScheduleError, ScheduleError), CaptureError for a model that cannot be traced, InputSpecError for a batch
     that microbatches do not divide, RanksDisagreeError where ranks hold different plans.
     """
+    check_module(model)
     kind = schedule_kind(schedule)
+    checked = parse_options(options)
+    if "executor" in (options or {}):
+        raise InvalidOptionError("options", dict(options or {}), "without 'executor', an argument of dsmp.pipeline")
+    settings = {**(options or {}), "executor": parse_options({"executor": executor}).executor}
     if kind.splits_backward and compile:
         raise ScheduleError(
             f"{kind.name} computes input and weight gradients apart, which needs the autograd graph of each operator, "
             "and a compiled stage is one node of it: torch fails with 'Failed to run stage backward input'. Pass "
             "compile=False to run the stages op by op, or take '1f1b' or 'interleaved' for compiled stages."
         )
+    if loss_fn is not None and not callable(loss_fn):
+        raise InvalidOptionError("loss_fn", loss_fn, "a function of the model's output and the target")
+    if sending is not None and not isinstance(sending, Sending):
+        raise InvalidOptionError("sending", sending, "a Sending: seconds of a message, bytes per second")
     if boundary not in BOUNDARIES:
         raise InvalidOptionError("boundary", boundary, " or ".join(repr(b) for b in BOUNDARIES))
     mesh = _line(mesh)
@@ -84,14 +94,12 @@ def pipeline(
         plan = split
         _check_plan(plan, mesh.size(), microbatches, kind.name, boundary)
     else:
-        names = None if isinstance(split, str) else tuple(split)
-        if isinstance(split, str) and split != "auto":
-            raise InvalidOptionError("split", split, "'auto', a list of layers' names, or a PipelinePlan")
+        names = _names(split, stages)
         schedule_order(kind.name, mesh.size(), microbatches, len(names) + 1 if names is not None else stages)
         captured = capture(model, args, kwargs)
         plan = plan_pipeline(
             captured,
-            _precision_plan(options),
+            checked.plan,
             _devices(mesh, hardware, memory),
             stages if names is None else names,
             microbatches,
@@ -113,7 +121,6 @@ def pipeline(
         exported, plan.stage_of(), len(plan.stages), own, wire=_DTYPES.get(boundary), device=device, loss=loss_fn
     )
     if compile:
-        settings = {**(options or {}), "executor": executor}
         for graph in graphs.values():
             graph.module.compile(backend="dsmp", options=settings)
     arguments = input_names(model, args, kwargs)
@@ -172,8 +179,11 @@ class Pipelined(nn.Module):
         """Forward and backward of a whole batch, which every rank passes whole; gradients are added to `.grad`.
 
         Returns the losses of the microbatches, float[microbatches], on the rank of the last stage, None on others.
-        Raises InputSpecError for inputs unlike those that the pipeline was made for.
+        Raises InputSpecError for inputs unlike those that the pipeline was made for, PipelineError under
+        `torch.no_grad()`.
         """
+        if not torch.is_grad_enabled():
+            raise PipelineError("step() runs forward and backward, and gradients are off: call it outside no_grad().")
         given = self._inputs(args, kwargs)
         batch = next(iter(given.values())).shape[0]
         if self.has_loss:
@@ -184,12 +194,17 @@ class Pipelined(nn.Module):
             raise InputSpecError("target is given, and the pipeline was made without loss_fn, which would get it.")
         anchor = (torch.zeros(self.plan.microbatches, device=self.device),) if self.first else ()
         losses: list[Tensor] = []
+        before = {p: p.grad for p in self.parameters() if p.grad is not None}
+        for p in before:  # the schedule divides whatever is in .grad by the number of microbatches
+            p.grad = None
         self.schedule.step(
             *anchor,
             target=torch.zeros(self.plan.microbatches, device=self.device) if self.last else None,
             losses=losses if self.last else None,
             **given,
         )
+        for p, grad in before.items():
+            p.grad = grad if p.grad is None else grad.add_(p.grad)
         return torch.stack([x.detach() for x in losses]) if self.last else None
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -247,7 +262,20 @@ def _needing(values: Sequence[Tensor], gradient: bool) -> tuple[Tensor, ...]:
     return tuple(v.requires_grad_(gradient) for v in values)
 
 
-def _line(mesh: DeviceMesh | dist.ProcessGroup) -> DeviceMesh:
+def _names(split: Any, stages: Any) -> tuple[str, ...] | None:
+    """The layers that stages begin with; None where they are to be found. Raises InvalidOptionError."""
+    listed = isinstance(split, Sequence) and not isinstance(split, str) and all(isinstance(n, str) for n in split)
+    if split != "auto" and not listed:
+        raise InvalidOptionError("split", split, "'auto', a list of layers' names, or a PipelinePlan")
+    if stages is not None:
+        check_positive("stages", stages)
+    names = tuple(split) if listed else None
+    if names is not None and stages not in (None, len(names) + 1):
+        raise InvalidOptionError("stages", stages, f"{len(names) + 1} or none: as many as split has names, and one")
+    return names
+
+
+def _line(mesh: Any) -> DeviceMesh:
     """The one-dimensional mesh to lay stages on."""
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim == 1:
@@ -257,6 +285,8 @@ def _line(mesh: DeviceMesh | dist.ProcessGroup) -> DeviceMesh:
         raise PipelineError(
             f"the mesh has dimensions {mesh.mesh_dim_names}; name the one for stages pp, or pass mesh[name]."
         )
+    if not isinstance(mesh, dist.ProcessGroup):
+        check_device_mesh(mesh)
     device = "cuda" if dist.get_backend(mesh) == "nccl" else "cpu"
     return DeviceMesh.from_group(mesh, device, mesh_dim_names=("pp",))
 
@@ -269,9 +299,8 @@ def _own_device(mesh: DeviceMesh) -> torch.device:
 
 def _microbatch(inputs: Sequence[Any] | Mapping[str, Any], microbatches: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The first microbatch of example inputs, as (args, kwargs)."""
-    if microbatches < 1:
-        raise InvalidOptionError("microbatches", microbatches, "a positive integer")
-    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    check_positive("microbatches", microbatches)
+    args, kwargs = split_inputs(inputs)
     tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
     sizes = {x.shape[0] if x.ndim else None for x in tensors}
     if len(sizes) != 1 or None in sizes:
@@ -288,11 +317,6 @@ def _microbatch(inputs: Sequence[Any] | Mapping[str, Any], microbatches: int) ->
     return args, kwargs
 
 
-def _precision_plan(options: Mapping[str, Any] | None) -> PrecisionPlan | None:
-    found = (options or {}).get("plan")
-    return load_plan(found) if found is not None and not isinstance(found, PrecisionPlan) else found
-
-
 def _devices(
     mesh: DeviceMesh, hardware: str | Sequence[str] | None, memory: int | Sequence[int] | None
 ) -> list[RankDevice]:
@@ -304,12 +328,12 @@ def _devices(
         if dist.get_backend(mesh.get_group()) != "fake":
             dist.all_gather_object(devices, name, group=mesh.get_group())
     else:
-        names = [hardware] * ranks if isinstance(hardware, str) else list(hardware)
-        if len(names) != ranks:
+        names: list[Any] = [hardware] * ranks if not isinstance(hardware, (list, tuple)) else list(hardware)
+        if len(names) != ranks or not all(isinstance(n, str) for n in names):
             raise InvalidOptionError("hardware", hardware, f"one name, or {ranks}: one per rank")
         devices = [resolve_hardware(n) for n in names]
-    rooms = [memory] * ranks if memory is None or isinstance(memory, int) else list(memory)
-    if len(rooms) != ranks:
+    rooms: list[Any] = list(memory) if isinstance(memory, (list, tuple)) else [memory] * ranks
+    if len(rooms) != ranks or not all(m is None or (isinstance(m, int) and m > 0) for m in rooms):
         raise InvalidOptionError("memory", memory, f"bytes, or {ranks} numbers of them: one per rank")
     return [RankDevice(device=d, memory_bytes=m) for d, m in zip(devices, rooms, strict=True)]
 

@@ -28,7 +28,7 @@ def agree(mesh: DeviceMesh, digest: str, what: str) -> None:
         known = {rank: text for part in parts for rank, text in part.items()}
     groups: dict[str, list[int]] = {}
     for rank, text in sorted(known.items()):
-        groups.setdefault(text, []).append(rank)
+        groups.setdefault(hashlib.sha256(text.encode()).hexdigest(), []).append(rank)
     if len(groups) > 1:
         listed = "; ".join(f"ranks {ranks} have {text[:12]}" for text, ranks in groups.items())
         raise RanksDisagreeError(

@@ -142,7 +142,7 @@ class Sharded(torch.autograd.Function):
         ctx.wholes = {i: (inputs[i].device_mesh, inputs[i].shape, inputs[i].stride()) for i in gradients}
         ctx.others = [None if isinstance(v, Tensor) else v for v in saved]
         ctx.save_for_backward(*(v if isinstance(v, Tensor) else None for v in saved))
-        ctx.results = [torch.empty_like(r, device="meta") if isinstance(r, Tensor) else None for r in results]
+        ctx.results = [(r.shape, r.dtype, r.device) if isinstance(r, Tensor) else None for r in results]
         exact = [r for i, r in enumerate(results) if isinstance(r, Tensor) and i not in halves.tangents]
         ctx.mark_non_differentiable(*exact)
         ctx.set_materialize_grads(False)
@@ -152,9 +152,10 @@ class Sharded(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         inputs = [other if t is None else t for t, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
         for position in ctx.halves.tangents:
-            given, like = gradients[position], ctx.results[position]
+            given = gradients[position]
             if given is None:
-                given = torch.zeros(like.shape, dtype=like.dtype, device=ctx.saved_tensors[0].device)
+                shape, dtype, device = ctx.results[position]
+                given = torch.zeros(shape, dtype=dtype, device=device)
             inputs.append(given.contiguous())
         found = list(ctx.halves.backward(inputs))
         for i, placements in ctx.gradients.items():

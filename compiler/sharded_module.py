@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch._aot_autograd.descriptors import BufferAOTInput, ParamAOTInput, PlainAOTInput, PlainAOTOutput
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -20,6 +27,8 @@ from ..passes.shard_graph import ShardedGraph
 from ..passes.sharding import Placements, ShardingPlan
 from .joint_capture import JointCapture
 from .sharded_execution import Halves, Sharded, mutated
+
+log = logging.getLogger("dsmp")
 
 
 class ShardedModule(nn.Module):
@@ -71,6 +80,13 @@ class ShardedModule(nn.Module):
             for n, whole, p in zip(placeholders(graph.gm), placeholders(capture.gm), graph.inputs, strict=True)
             if isinstance(n.meta["desc"], PlainAOTInput)
         }
+        ends: Any = zip(output_node(graph.gm).args[0], output_node(graph.gm).meta["desc"], strict=True)  # type: ignore[arg-type]
+        given = {
+            d.grad_of.idx
+            for v, d in ends
+            if isinstance(d, GradAOTOutput) and isinstance(d.grad_of, PlainAOTInput) and v is not None
+        }
+        self._differentiable = {name for i, (name, *_) in self._inputs.items() if i in given}
         self._results = output_node(graph.gm).meta["desc"][: halves.results]
         self._wholes = [v.meta["val"] for v in output_node(capture.gm).args[0][: halves.results]]  # type: ignore
 
@@ -91,6 +107,16 @@ class ShardedModule(nn.Module):
             if isinstance(self._results[i], PlainAOTOutput)
         ]
         return tree_unflatten(leaves, self._capture.out_spec)
+
+    def train(self, mode: bool = True) -> ShardedModule:
+        """Set the mode, which the graph has already: another one than it was made in changes nothing but a flag."""
+        if mode != self._capture.training:
+            log.warning(
+                "the graph was made in %s mode, and is the same in %s mode: shard the model in the mode in which it "
+                "shall be used (a second dsmp.parallelize), and load this one's state_dict() into it",
+                *(("training", "evaluation") if self._capture.training else ("evaluation", "training")),
+            )
+        return super().train(mode)
 
     def shard_inputs(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """This rank's part of inputs that every rank holds whole: (args, kwargs) for a call."""
@@ -144,6 +170,11 @@ class ShardedModule(nn.Module):
             raise InputSpecError(
                 f"input {name!r} is {got}; each rank gives its part {local.dtype} {tuple(local.shape)} of the whole "
                 f"{tuple(whole.shape)} that the model was sharded for (shard_inputs cuts whole inputs)."
+            )
+        if value.requires_grad and torch.is_grad_enabled() and name not in self._differentiable:
+            raise InputSpecError(
+                f"input {name!r} requires a gradient, and the graph has none for it. Give dsmp.parallelize an example "
+                "input that requires a gradient, or detach() this one."
             )
         return value.contiguous()
 

@@ -19,7 +19,7 @@ class UnknownWireFormatError(DsmpError):
 class InvalidWireFormatError(DsmpError):
     """A known format for collectives with a block or a share that it cannot have."""
 
-    def __init__(self, text: str, allowed: str) -> None:
+    def __init__(self, text: object, allowed: str) -> None:
         super().__init__(f"wire format {text!r} is not possible; allowed: {allowed}.")
 
 

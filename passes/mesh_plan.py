@@ -123,7 +123,8 @@ class MeshPlan(PlanModel):
     @model_validator(mode="after")
     def _has_a_mesh(self) -> Self:
         mesh = self.sharding.get("mesh")
-        if not isinstance(mesh, dict) or not all(isinstance(n, int) and n > 0 for n in mesh.values()):
+        sizes = list(mesh.values()) if isinstance(mesh, dict) else []
+        if not sizes or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes):
             raise ValueError("sharding.mesh gives the ranks of each mesh dimension")
         return self
 

@@ -54,10 +54,11 @@ def propose(
     is the ZeRO stage of the dimensions that divide the batch, `sequence` divides sequences between tensor-parallel
     regions.
 
-    Raises ShardingPlanError for other mesh dimensions and for a model of which nothing can be divided over the
-    tensor-parallel ranks, IndivisibleError for a batch that cannot be divided, InvalidOptionError for an unknown stage.
+    Raises ShardingPlanError for other mesh dimensions, for two that divide the batch, and for a model of which nothing
+    can be divided over the tensor-parallel ranks, IndivisibleError for a batch that cannot be divided,
+    InvalidOptionError for an unknown stage, and for a stage or divided sequences where no mesh dimension takes it.
     """
-    if zero not in ZERO_STAGES:
+    if isinstance(zero, bool) or zero not in ZERO_STAGES:
         raise InvalidOptionError("zero", zero, "0, 1, 2 or 3")
     kinds = (DATA_DIMS, EXPERT_DIMS, TENSOR_DIMS)
     if any(sum(d in kind for d in mesh) > 1 for kind in kinds) or any(all(d not in k for k in kinds) for d in mesh):
@@ -67,7 +68,18 @@ def propose(
             "ShardingPlan. Stages of a pipeline are planned by dsmp.pipeline."
         )
     data = [d for d in mesh if d in BATCH_DIMS]
+    if len(data) > 1:
+        raise ShardingPlanError(
+            f"mesh dimensions {' and '.join(data)} would both divide the batch; name one of them: over "
+            f"{data[0]!r} alone experts are divided, too."
+        )
     tensor = [d for d in mesh if d in TENSOR_DIMS]
+    if zero and not data:
+        allowed = f"0 on a mesh of {', '.join(mesh)}: stages are those of {_either(BATCH_DIMS)}"
+        raise InvalidOptionError("zero", zero, allowed)
+    if sequence and not tensor:
+        allowed = f"False on a mesh of {', '.join(mesh)}: sequences are divided over {_either(TENSOR_DIMS)}"
+        raise InvalidOptionError("sequence", sequence, allowed)
     placed: dict[str, dict[str, str]] = {}
     verdicts: list[Verdict] = []
     for dim in tensor:
@@ -96,6 +108,10 @@ def propose(
         sequence=tuple(tensor) if sequence else (),
     )
     return Candidate(plan=plan, verdicts=tuple(verdicts))
+
+
+def _either(names: Sequence[str]) -> str:
+    return f"a dimension {', '.join(names[:-1])} or {names[-1]}"
 
 
 def _by_name(

@@ -158,8 +158,11 @@ class PrecisionPlan(PlanModel):
         total = sum(counts.values()) or 1
         shares = ", ".join(f"{f} {100 * c / total:.1f}%" for f, c in sorted(counts.items(), key=lambda i: -i[1]))
         speed = p.time_us_fp32 / p.time_us if p.time_us else 1.0
+        where = self.hardware
+        if self.mesh is not None:
+            where += f" x {' x '.join(f'{name} {size}' for name, size in self.mesh.mesh.items())}"
         return (
-            f"PrecisionPlan({self.model.source} on {self.hardware}: {len(self.nodes)} nodes; "
+            f"PrecisionPlan({self.model.source} on {where}: {len(self.nodes)} nodes; "
             f"GEMM FLOPs {shares or 'none'}; predicted {p.time_us:,.0f} us, {speed:.2f}x as fast as fp32)"
         )
 

@@ -41,6 +41,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map_only
 
 from ..errors import IndivisibleError, UnshardableError
+from ..hardware_db.capability import Verdict
 from .graph import VIEW_OPS, complete_halves, fake_mode_of, is_getitem, node_op, output_node, placeholders, value_of
 from .graph_identity import hand_on_identity, take_over
 from .shard_embedding import embed, embed_backward
@@ -97,6 +98,7 @@ def shard_graph(joint: fx.GraphModule, mesh: DeviceMesh, plan: ShardingPlan, nam
         if value_of(n) is not None
         for v in shards_evenly(_title(n, names), n.meta["val"].shape, p, plan.dims)
     ]
+    verdicts += [v for n in placeholders(joint) for v in _gradient_exists(n, plan)]
     if refused := [v.reason for v in verdicts if not v]:
         raise IndivisibleError(refused)
     with ExitStack() as stack:
@@ -120,6 +122,19 @@ def _title(node: fx.Node, names: Mapping[str, str]) -> str:
     if isinstance(desc, (ParamAOTInput, BufferAOTInput)):
         return repr(desc.target)
     return f"input {names[node.name]!r}" if node.name in names else node.name
+
+
+def _gradient_exists(node: fx.Node, plan: ShardingPlan) -> list[Verdict]:
+    """Refusals of shards of a parameter's gradient along dimensions that it lacks; DTensor pads uneven ones."""
+    desc = node.meta.get("desc")
+    if not isinstance(desc, ParamAOTInput):
+        return []
+    ndim = node.meta["val"].ndim
+    return [
+        Verdict(False, f"the gradient of {desc.target!r} has {ndim} dimensions, mesh dimension {dim!r} wants {p.dim}")
+        for p, dim in zip(plan.gradient(desc.target), plan.mesh, strict=True)
+        if isinstance(p, Shard) and not -ndim <= p.dim < ndim
+    ]
 
 
 def _placements(node: fx.Node, plan: ShardingPlan, names: Mapping[str, str]) -> Placements:

@@ -31,7 +31,7 @@ def placement(text: str) -> Placement:
     """`replicate` or `shard(DIM)` as a placement. Raises ShardingPlanError on any other text."""
     if text == "replicate":
         return Replicate()
-    found = _SHARD.fullmatch(text)
+    found = _SHARD.fullmatch(text) if isinstance(text, str) else None
     if found is None:
         raise ShardingPlanError(f"{text!r} is no placement; allowed: 'replicate' and 'shard(DIM)', e.g. 'shard(0)'.")
     return Shard(int(found[1]))
@@ -44,6 +44,16 @@ class ShardingRule:
     pattern: str
     placements: Mapping[str, str] = field(default_factory=dict)
     gradients: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern, str):
+            raise ShardingPlanError(f"a sharding rule has the pattern {self.pattern!r}; allowed: a glob over names.")
+        for kind in (self.placements, self.gradients):
+            if not isinstance(kind, Mapping):
+                raise ShardingPlanError(
+                    f"the sharding rule {self.pattern!r} has {kind!r}; allowed: placements by mesh dimension, such as "
+                    "{'tp': 'shard(0)'}."
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +76,15 @@ class ShardingPlan:
     sequence: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        sizes = self.mesh.values() if isinstance(self.mesh, Mapping) else (0,)
+        if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
+            raise ShardingPlanError(
+                f"mesh is {self.mesh!r}; allowed: ranks by dimension, such as {{'dp': 2, 'tp': 4}}."
+            )
+        for kind in _RULES:
+            rules = getattr(self, kind)
+            if not isinstance(rules, (tuple, list)) or not all(isinstance(r, ShardingRule) for r in rules):
+                raise ShardingPlanError(f"the rules for {kind} are {rules!r}; allowed: a list of dsmp.ShardingRule.")
         rules = (*self.parameters, *self.inputs, *self.outputs)
         named = [*self.gathered, *self.sequence, *(d for r in rules for d in (*r.placements, *r.gradients))]
         for dim in named:
@@ -120,18 +139,25 @@ class ShardingPlan:
         return self._placements(self.outputs, str(position))
 
     def check_names(self, parameters: Iterable[str], inputs: Iterable[str]) -> None:
-        """Raise ShardingPlanError when a rule matches nothing."""
+        """Raise ShardingPlanError when a rule for parameters or inputs, or a glob in `local`, matches nothing."""
+        names_of_parameters = tuple(parameters)
         for rules, names, kind in (
-            (self.parameters, tuple(parameters), "parameter or buffer"),
+            (self.parameters, names_of_parameters, "parameter or buffer"),
             (self.inputs, tuple(inputs), "input"),
         ):
             for rule in rules:
                 if rule.pattern != "*" and not any(fnmatchcase(n, rule.pattern) for n in names):
                     hint = did_you_mean(rule.pattern, names) or f"there are {', '.join(names[:8])}"
                     raise ShardingPlanError(f"no {kind} matches the rule {rule.pattern!r} of the sharding plan; {hint}")
+        for pattern in self.local:
+            if not any(fnmatchcase(n, pattern) for n in names_of_parameters):
+                hint = did_you_mean(pattern, names_of_parameters) or f"there are {', '.join(names_of_parameters[:8])}"
+                raise ShardingPlanError(f"no parameter matches {pattern!r} in local of the sharding plan; {hint}")
 
     def with_rules(self, rules: Sequence[ShardingRule]) -> ShardingPlan:
         """This plan with rules for parameters that win over its own."""
+        if not isinstance(rules, (tuple, list)):
+            raise ShardingPlanError(f"rules is {rules!r}; allowed: a list of dsmp.ShardingRule.")
         return replace(self, parameters=(*self.parameters, *rules))
 
     def to_dict(self) -> dict[str, Any]:

@@ -97,9 +97,17 @@ FP32 = WireFormat("fp32")
 """As written: what has this format is left alone."""
 
 
+def parse_wire(wire: str | WireFormat) -> WireFormat:
+    """The inverse of `str`; a format is itself. Raises UnknownWireFormatError or InvalidWireFormatError."""
+    if isinstance(wire, WireFormat):
+        return wire
+    if not isinstance(wire, str):
+        raise InvalidWireFormatError(wire, f"a name ({', '.join(WIRE_NAMES)}), or 'int8:64', 'topk:0.05'")
+    return _parsed(wire)
+
+
 @functools.lru_cache(maxsize=256)
-def parse_wire(text: str) -> WireFormat:
-    """The inverse of `str`. Raises UnknownWireFormatError or InvalidWireFormatError."""
+def _parsed(text: str) -> WireFormat:
     name, colon, value = text.partition(":")
     if not colon:
         return WireFormat(name)

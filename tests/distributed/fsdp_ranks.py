@@ -54,7 +54,7 @@ def train(gather: str, reduce: str, hardware: str | None) -> dict[str, Any]:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
         block.compile(backend="dsmp", options=options)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh)  # head and loss as they are written
     mine = [x.chunk(ranks)[rank] for x in inputs]
     sharded = model(*mine)
     sharded.backward()

@@ -8,7 +8,7 @@ from feedback_ranks import after_a_nan, errors_of_means, mistakes, net, resumed
 from gloo import Ranks
 
 from dsmp.codegen.feedback import compress_gradients
-from dsmp.errors import FeedbackError
+from dsmp.errors import FeedbackError, InvalidWireFormatError
 
 STEPS = 16
 
@@ -61,3 +61,13 @@ def test_mistakes_have_remedies(two_ranks: Ranks) -> None:
     assert "compressed already" in again and "requires_grad" in frozen and "pass the module inside it" in wrapped
     with pytest.raises(FeedbackError, match="init_process_group"):
         compress_gradients(net())
+
+
+def test_arguments_of_the_wrong_kind_are_refused(fake_mesh):
+    mesh = fake_mesh(dp=2)
+    with pytest.raises(FeedbackError, match=r"group is DeviceMesh.*get_group"):
+        compress_gradients(net(), mesh)
+    with pytest.raises(FeedbackError, match=r"module is .*nn.Module"):
+        compress_gradients(len)
+    with pytest.raises(InvalidWireFormatError, match="format 8 is not possible"):
+        compress_gradients(net(), wire=8)

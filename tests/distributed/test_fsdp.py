@@ -9,7 +9,7 @@ from gloo import Ranks
 from torch import nn
 
 import dsmp
-from dsmp.errors import FsdpPolicyError, UnknownKeyError
+from dsmp.errors import FsdpPolicyError, InvalidOptionError, UnknownKeyError
 
 BLOCK = {"attn.qkv", "attn.proj", "mlp.up", "mlp.down"}
 
@@ -76,7 +76,8 @@ def test_policies() -> None:
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
     policy = dsmp.fsdp_policy("fp16", reduce="bf16")
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.float16, torch.bfloat16)
-    assert dsmp.fsdp_policy().param_dtype is None
+    assert policy.output_dtype is torch.float32, "what reads a block's result computes as it is written"
+    assert dsmp.fsdp_policy().param_dtype is dsmp.fsdp_policy().output_dtype is None
 
 
 def test_policies_of_a_plan() -> None:
@@ -96,3 +97,10 @@ def test_policies_of_a_plan() -> None:
 def test_policies_that_fully_shard_does_not_have(options: tuple[str, str], text: str) -> None:
     with pytest.raises(FsdpPolicyError, match=rf"{text}.*possible: fp32, bf16"):
         dsmp.fsdp_policy(options[0], reduce=options[1])
+
+
+def test_policies_from_values_of_the_wrong_kind() -> None:
+    with pytest.raises(InvalidOptionError, match=r"'module' got 'blocks.0'.*with a plan"):
+        dsmp.fsdp_policy("bf16", module="blocks.0")
+    with pytest.raises(FsdpPolicyError, match=r"gather in \['bf16'\]"):
+        dsmp.fsdp_policy(["bf16"])  # type: ignore[arg-type]

@@ -8,6 +8,8 @@ import json
 import pytest
 import torch
 from llama import Llama
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import dsmp
@@ -333,6 +335,7 @@ def test_on_the_command_line(tmp_path):
         (["--mesh", "dp"], "dp=256,tp=8"),
         (["--mesh", "dp=2,dp=3"], "dp=256,tp=8"),
         (["--mesh", "dp=2", "--wire", "int8", "--wire", "dp=int4"], "DIMENSION=FORMAT"),
+        (["--mesh", "dp=2", "--wire", "dp=int8", "--wire", "dp=int4"], "dp has int8"),
         (["--mesh", "dp=2", "--place", "*=tp"], "GLOB=DIMENSION:PLACEMENT"),
         (["--mesh", "dp=2", "--place", "*=tp:shard(0)"], "no dimension 'tp'"),
         (["--mesh", "dp=2", "--zero", "4"], "0, 1, 2 or 3"),
@@ -396,3 +399,32 @@ def test_noise_of_wire_formats_is_that_of_their_steps():
     for name, low, high in (("bf16", 2e-6, 4e-6), ("int8", 2e-5, 6e-5), ("int4", 8e-3, 2e-2)):
         assert low < relative_noise(parse_wire(name)) < high
     assert relative_noise(parse_wire("fp32")) == 0
+
+
+def test_models_keep_no_cache_in_a_sharded_graph():
+    """transformers' models return a cache of keys and values unless they are told not to."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, num_hidden_layers=1))
+    ids = torch.randint(0, 64, (4, 16))
+    inputs, mesh = {"input_ids": ids, "labels": ids}, {"dp": 2, "tp": 2}
+    plan = dsmp.plan(model, inputs, hardware="h800", mesh=mesh)
+    without = dsmp.plan(model, {**inputs, "use_cache": False}, hardware="h800", mesh=mesh)
+    assert [d.key for d in plan] == [d.key for d in without]
+    assert "on h800 x dp 2 x tp 2:" in repr(plan)
+    assert model.config.use_cache, "the model stays as it was"
+
+
+def test_what_a_graph_cannot_return_is_none(caplog):
+    class Kept(nn.Module):
+        """A product, and a set of its sizes."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.product = nn.Linear(16, 16)
+
+        def forward(self, x):
+            return self.product(x).square().mean(), {x.shape[0]}
+
+    plan = dsmp.plan(Kept(), (torch.randn(8, 16),), hardware="h800", mesh={"dp": 2})
+    assert "product|fprop|linear|0" in plan.by_key
+    assert "a sharded Kept returns no set: it gives None" in caplog.text

@@ -17,6 +17,7 @@ from dsmp.errors import (
     ScheduleError,
     StageSplitError,
     TooFewLayersError,
+    UnknownOptionError,
     UnknownScheduleError,
 )
 
@@ -161,3 +162,53 @@ def test_a_model_on_the_meta_device_is_planned_and_loaded_later(made):
     staged.load_state_dict(model.state_dict())
     for name, p in staged.named_parameters():
         torch.testing.assert_close(p, model.get_parameter(name))
+
+
+@pytest.mark.parametrize(
+    "options, name",
+    [
+        ({"microbatches": 2.0}, "microbatches"),
+        ({"microbatches": True}, "microbatches"),
+        ({"stages": "2"}, "stages"),
+        ({"stages": 7, "split": ["blocks.1"]}, "stages"),
+        ({"split": None}, "split"),
+        ({"split": [1]}, "split"),
+        ({"memory": -1}, "memory"),
+        ({"memory": "1GB"}, "memory"),
+        ({"hardware": 5}, "hardware"),
+        ({"sending": 5}, "sending"),
+        ({"loss_fn": 5}, "loss_fn"),
+        ({"options": "x"}, "options"),
+        ({"options": {"executor": "eager"}}, "options"),
+        ({"executor": "x"}, "executor"),
+    ],
+)
+def test_values_that_no_option_takes(options, name, made):
+    with pytest.raises(InvalidOptionError, match=f"'{name}' got"):
+        made(**options)
+
+
+def test_unknown_options_are_refused_before_the_first_step(made):
+    with pytest.raises(UnknownOptionError, match="foo"):
+        made(options={"foo": 1}, compile=True)
+
+
+def test_no_mesh(fake_mesh):
+    fake_mesh(pp=2)
+    with pytest.raises(InvalidOptionError, match=r"'mesh' got 5.*DeviceMesh"):
+        dsmp.pipeline(Stack(), 5, inputs=BATCH, microbatches=4)
+
+
+def test_steps_without_gradients_are_refused(made):
+    staged = made()
+    with torch.no_grad(), pytest.raises(PipelineError, match="outside no_grad"):
+        staged.step(*BATCH)
+
+
+def test_gradients_of_several_steps_add_up(made):
+    staged = made(ranks=1)
+    staged.step(*BATCH)
+    once = {n: p.grad.clone() for n, p in staged.named_parameters()}
+    staged.step(*BATCH)
+    for name, p in staged.named_parameters():
+        torch.testing.assert_close(p.grad, 2 * once[name])

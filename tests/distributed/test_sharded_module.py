@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import dsmp
-from dsmp.errors import EmptyStateError, InputSpecError, InvalidOptionError, ShardingPlanError, UnknownWireFormatError
+from dsmp.compiler.parallelize import warn_of_strangers
+from dsmp.errors import (
+    EmptyStateError,
+    InputSpecError,
+    InvalidOptionError,
+    InvalidWireFormatError,
+    ShardingPlanError,
+    UnknownWireFormatError,
+)
 
 
 class Branches(nn.Module):
@@ -127,3 +137,99 @@ def test_wire_formats_are_checked_before_anything_is_traced(model, x, fake_mesh)
         dsmp.parallelize(model, mesh, inputs=({"x": x},), wire={"pp": "int8"})
     with pytest.raises(UnknownWireFormatError, match="int7"):
         dsmp.parallelize(model, mesh, inputs=({"x": x},), wire="int7")
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_inputs_that_require_a_gradient_get_it(trained, model, x, fake_mesh):
+    given, wanted = x.clone().requires_grad_(), x.clone().requires_grad_()
+    frozen = Branches().requires_grad_(trained)
+    frozen.load_state_dict(model.state_dict())
+    sharded = dsmp.parallelize(frozen, fake_mesh(dp=1, tp=1), inputs=({"x": given},))
+    sharded({"x": given})["total"].backward()
+    model({"x": wanted})["total"].backward()
+    torch.testing.assert_close(given.grad, wanted.grad)
+
+
+def test_a_gradient_that_the_graph_has_not_is_refused(model, x, fake_mesh):
+    sharded = dsmp.parallelize(model, fake_mesh(dp=1, tp=1), inputs=({"x": x},))
+    needing = {"x": x.clone().requires_grad_()}
+    with pytest.raises(InputSpecError, match=r"batch\['x'\].*requires a gradient.*detach"):
+        sharded(needing)
+    with torch.no_grad():
+        assert sharded(needing)["total"].isfinite()
+
+
+def test_a_result_without_a_gradient_beside_nothing_that_is_saved(x, fake_mesh):
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            return self.w.sum(), (2 * self.w).sum()
+
+    sharded = dsmp.parallelize(Constant(), fake_mesh(dp=1, tp=1), inputs=(x,))
+    sharded(x)[0].backward()
+    assert torch.equal(sharded.w.grad.to_local(), torch.ones(8))
+
+
+def test_a_mode_that_the_graph_was_not_made_in_is_warned_of(model, x, fake_mesh, caplog):
+    sharded = dsmp.parallelize(model, fake_mesh(dp=1, tp=1), inputs=({"x": x},))
+    sharded.train()
+    assert "graph was made" not in caplog.text
+    sharded.eval()
+    assert "made in training mode, and is the same in evaluation mode" in caplog.text
+
+
+def test_one_tensor_is_one_input(x, fake_mesh):
+    whole = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    sharded = dsmp.parallelize(whole, fake_mesh(dp=1, tp=1), inputs=x[:1])
+    assert sharded(x[:1]).shape == (1, 8)
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        ({"mesh": None}, r"'mesh' got None.*DeviceMesh"),
+        ({"model": len}, "'model' got .*nn.Module"),
+        ({"zero": True}, "'zero' got True"),
+        ({"plan": dsmp.ShardingPlan(mesh={"dp": 1, "tp": 1}), "zero": 3}, "'zero' got 3.*'auto' only"),
+        ({"plan": dsmp.ShardingPlan(mesh={"dp": 1, "tp": 1}), "sequence": True}, "'sequence' got True.*'auto' only"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_and_without_effect_are_refused(change, match, model, x, fake_mesh):
+    given = {"model": model, "mesh": fake_mesh(dp=1, tp=1), **change}
+    with pytest.raises(InvalidOptionError, match=match):
+        dsmp.parallelize(inputs=({"x": x},), **given)
+
+
+@pytest.mark.parametrize(
+    "wire, error",
+    [(5, InvalidWireFormatError), ({"dp": None}, InvalidWireFormatError), (["int8"], InvalidWireFormatError)],
+)
+def test_wire_formats_that_are_no_text(wire, error, model, x, fake_mesh):
+    with pytest.raises(error, match="allowed: a name"):
+        dsmp.parallelize(model, fake_mesh(dp=1, tp=1), inputs=({"x": x},), wire=wire)
+
+
+def test_shards_of_gradients_along_dimensions_that_there_are_not(model, x, fake_mesh):
+    rule = dsmp.ShardingRule(pattern="up.weight", gradients={"dp": "shard(7)"})
+    with pytest.raises(ShardingPlanError, match=r"gradient of 'up\.weight' has 2 dimensions.*'dp' wants 7"):
+        dsmp.parallelize(model, fake_mesh(dp=1, tp=1), inputs=({"x": x},), rules=[rule])
+
+
+@pytest.mark.parametrize("sizes, option", [({"tp": 2}, {"zero": 3}), ({"dp": 2}, {"sequence": True})])
+def test_what_no_mesh_dimension_takes_is_refused(sizes, option, model, x, fake_mesh):
+    with pytest.raises(InvalidOptionError, match=f"{next(iter(option))!r} got .*on a mesh of {next(iter(sizes))}"):
+        dsmp.parallelize(model, fake_mesh(**sizes), inputs=({"x": x},), **option)
+
+
+def test_two_mesh_dimensions_that_divide_the_batch(model, x, fake_mesh):
+    with pytest.raises(ShardingPlanError, match="dp and ep would both divide the batch"):
+        dsmp.parallelize(model, fake_mesh(dp=2, ep=2), inputs=({"x": x},))
+
+
+def test_collectives_of_a_plan_that_the_graph_lacks_are_named(caplog):
+    rank = SimpleNamespace(collectives=[])
+    warn_of_strangers({"up|dgrad|mm|0": "bf16"}, rank)
+    assert "1 collectives of the plan are not in the graph, and are ignored: up|dgrad|mm|0" in caplog.text

@@ -89,3 +89,27 @@ def test_uneven_missing_and_doubly_divided_dimensions_are_verdicts():
     assert not double and "'tp'" in double.reason and "already" in double.reason
     (missing,) = shards_evenly("'b'", (8,), (Replicate(), Shard(1)), mesh)
     assert not missing and "1 dimensions" in missing.reason
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: ShardingPlan(mesh=["dp"]), "mesh is"),
+        (lambda: ShardingPlan(mesh={"dp": -2}), "mesh is"),
+        (lambda: ShardingPlan(mesh={"dp": True}), "mesh is"),
+        (lambda: ShardingPlan(mesh={"dp": 2}, parameters=({"pattern": "a"},)), "list of dsmp.ShardingRule"),
+        (lambda: ShardingPlan(mesh={"dp": 2}).with_rules(ShardingRule(pattern="a")), "list of dsmp.ShardingRule"),
+        (lambda: ShardingPlan(mesh={"dp": 2}).with_rules("a"), "list of dsmp.ShardingRule"),
+        (lambda: ShardingRule(pattern=3), "pattern 3"),
+        (lambda: ShardingRule(pattern="a", placements=["dp"]), "placements by mesh dimension"),
+        (lambda: placement(0), "0 is no placement"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_refused(make, words):
+    with pytest.raises(ShardingPlanError, match=words):
+        make()
+
+
+def test_a_local_glob_that_matches_nothing_is_an_error_with_a_hint():
+    with pytest.raises(ShardingPlanError, match=r"'expert\.w' in local.*experts\.w"):
+        ShardingPlan(mesh={"dp": 2}, local=("expert.w",)).check_names(["experts.w"], ["x"])
