@@ -3,12 +3,12 @@
     python -m bench.cpu_linears [--shapes 4096x4096,11008x4096] [--rows 1,4,16] [--threads 1] [--repeats 25] [-o FILE]
 
 Every implementation is called in turn, `repeats` times, each time on another copy of its weight: the copies take
-160 MB and more, so that the cache holds none of them. Times are medians; `spread` is the range of the middle half of
-them over the median. `x torch fp32` is the median of the ratios of torch's fp32 time to this one's in the same round,
-`x our fp32` the same with our fp32 kernel, which is what a narrow format buys by itself. With one thread a time is the
-processor time of that thread, which other work on the machine hardly changes; with more it is wall time, and the
-machine should be idle. `error` is the relative distance (2-norm) of the outputs from those of the fp32 weight in fp64,
-on normal weights and rows.
+160 MB and more, so that the cache holds none of them. Times are medians; `fastest` is the least one in ms, `spread` the
+range of the middle half of them over the median. `x torch fp32` is the median of the ratios of torch's fp32 time to
+this one's in the same round, `x our fp32` the same with our fp32 kernel, which is what a narrow format buys by itself.
+With one thread a time is the processor time of that thread, which other work on the machine hardly changes; with more
+it is wall time: only `fastest` means something unless the machine is idle. `error` is the relative distance (2-norm) of
+the outputs from those of the fp32 weight in fp64, on normal weights and rows.
 
 fbgemm's int8 rounds rows of x to 7 bits, ours (`a16`) to 16, and int4 `a8` to 8 bits per 128 columns.
 """
@@ -152,6 +152,7 @@ def rows_of(weight: Tensor, found: Sequence[Implementation], m: int, repeats: in
             "rows": m,
             "implementation": implementation.name,
             "ms": middle * 1e3,
+            "fastest": min(own) * 1e3,
             "spread": (high - low) / middle,
             "GB/s": implementation.weight_bytes / middle / 1e9,
         }

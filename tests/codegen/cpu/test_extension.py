@@ -147,7 +147,7 @@ def test_portable_code_gives_the_same_products() -> None:
     needs_kernels()
     tests = Path(__file__).with_name("test_small_linear.py")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-q", str(tests)],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", str(tests)],
         env={**os.environ, "ATEN_CPU_CAPABILITY": "default"},
         cwd=Path(dsmp.__file__).resolve().parent,
         capture_output=True,
