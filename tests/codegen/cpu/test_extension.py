@@ -84,8 +84,6 @@ def tiny(folder: Path) -> Path:
 def start(cache: Path, sources: Path) -> subprocess.Popen[str]:
     code = f"""
 import pathlib
-from small_linears import needs_kernels
-
 from dsmp.codegen.cpu import extension
 extension.user_cache_path = lambda _: pathlib.Path({str(cache)!r})
 extension._SOURCES = pathlib.Path({str(sources)!r})
