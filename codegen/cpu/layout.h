@@ -11,14 +11,13 @@
 namespace dsmp {
 
 constexpr int64_t ROWS = 16;
-constexpr int64_t AHEAD = 2048;  // bytes; prefetching hides the start of the next page from the hardware's own streams
 
 struct Columns {
   f32x8 low, high;  // rows 0..7 and 8..15 of a column
 };
 
 struct Fp32 {
-  static constexpr int KSTEP = 4, BYTES = 256;
+  static constexpr int KSTEP = 4, BYTES = 256, AHEAD = 0, STREAMS = 4;
   static constexpr bool POWERS = false;
   struct Raw {
     const uint8_t* at;
@@ -30,8 +29,18 @@ struct Fp32 {
   }
 };
 
+// A block that is read once for several tiles of rows: they wait for arithmetic rather than for memory.
+struct Fp32Ahead : Fp32 {
+  static constexpr int AHEAD = 2048, STREAMS = 1;
+};
+
+// The same, of a block that is in the cache already.
+struct Fp32Block : Fp32 {
+  static constexpr int STREAMS = 1;
+};
+
 struct Fp16 {
-  static constexpr int KSTEP = 4, BYTES = 128;
+  static constexpr int KSTEP = 4, BYTES = 128, AHEAD = 4096, STREAMS = 4;
   static constexpr bool POWERS = false;
   struct Raw {
     const uint8_t* at;
@@ -50,7 +59,7 @@ struct Words {
 DSMP_INLINE Words read_words(const uint8_t* at) { return {load<i32x8>(at), load<i32x8>(at + 32)}; }
 
 struct Int8 {
-  static constexpr int KSTEP = 4, BYTES = 64;
+  static constexpr int KSTEP = 4, BYTES = 64, AHEAD = 2048, STREAMS = 2;
   static constexpr bool POWERS = false;
   using Raw = Words;
   static DSMP_INLINE Raw read(const uint8_t* at) { return read_words(at); }
@@ -66,7 +75,7 @@ struct Int8 {
 
 // Nibble j is left where it is in its word, so that it counts 16^j: x is divided by that power beforehand, exactly.
 struct Int4 {
-  static constexpr int KSTEP = 8, BYTES = 64;
+  static constexpr int KSTEP = 8, BYTES = 64, AHEAD = 4096, STREAMS = 1;
   static constexpr bool POWERS = true;
   using Raw = Words;
   static DSMP_INLINE Raw read(const uint8_t* at) { return read_words(at); }
@@ -86,7 +95,8 @@ struct Int4 {
 
 template <class F>
 DSMP_INLINE void prefetch(const uint8_t* at) {
-  for (int line = 0; line < F::BYTES; line += 64) __builtin_prefetch(at + AHEAD + line, 0, 3);
+  if constexpr (F::AHEAD > 0)
+    for (int line = 0; line < F::BYTES; line += 64) __builtin_prefetch(at + F::AHEAD + line, 0, 3);
 }
 
 constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }

@@ -39,33 +39,52 @@ struct Sums {
   f32x8 low[M], high[M];
 };
 
-// sums += w[16, steps * KSTEP] x[tile]^T
+// sums[(FIRST + j) % SETS] += column j of a step of w * x[tile]^T
+template <class F, int M, int SETS, int FIRST>
+DSMP_INLINE void add_step(const uint8_t* w, const float* x, Sums<M> (&sums)[SETS]) {
+  prefetch<F>(w);
+  auto raw = F::read(w);
+  unrolled<F::KSTEP>([&]<int J>() __attribute__((always_inline)) {
+    Columns column = F::template column<J>(raw);
+    Sums<M>& to = sums[(FIRST + J) % SETS];
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      f32x8 by = all(x[J * M + m]);
+      to.low[m] = multiply_add(column.low, by, to.low[m]);
+      to.high[m] = multiply_add(column.high, by, to.high[m]);
+    }
+  });
+}
+
+// sums += w[16, steps * KSTEP] x[tile]^T. K is read at several places at once, since one stream of reads does not use all
+// the memory's rate that a core could; and few rows have several chains of sums, or the latency of additions is what one
+// waits for.
 template <class F, int M>
 DSMP_INLINE void add_steps(const uint8_t* w, const float* x, int64_t steps, Sums<M>& sums) {
-  constexpr int SETS = M <= 2 ? 2 : 1;  // few rows: more chains of additions, or their latency is what one waits for
-  Sums<M> more[SETS];
-  for (int m = 0; m < M; ++m) {
-    more[0].low[m] = sums.low[m];
-    more[0].high[m] = sums.high[m];
-    if constexpr (SETS == 2) more[1].low[m] = more[1].high[m] = all(0.0f);
-  }
-  for (int64_t s = 0; s < steps; ++s, w += F::BYTES, x += F::KSTEP * M) {
-    prefetch<F>(w);
-    auto raw = F::read(w);
-    unrolled<F::KSTEP>([&]<int J>() __attribute__((always_inline)) {
-      Columns column = F::template column<J>(raw);
-      Sums<M>& to = more[J % SETS];
-#pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) {
-        f32x8 by = all(x[J * M + m]);
-        to.low[m] = multiply_add(column.low, by, to.low[m]);
-        to.high[m] = multiply_add(column.high, by, to.high[m]);
-      }
+  constexpr int SETS = M == 1 ? 4 : M == 2 ? 2 : 1;
+  constexpr int STREAMS = F::STREAMS;
+  int64_t each = steps / STREAMS;
+  Sums<M> sets[SETS];  // filled vector by vector: compilers keep them in registers then
+  for (int i = 0; i < SETS; ++i)
+    for (int m = 0; m < M; ++m) {
+      sets[i].low[m] = i ? all(0.0f) : sums.low[m];
+      sets[i].high[m] = i ? all(0.0f) : sums.high[m];
+    }
+  for (int64_t s = 0; s < each; ++s)
+    unrolled<STREAMS>([&]<int I>() __attribute__((always_inline)) {
+      int64_t at = I * each + s;
+      add_step<F, M, SETS, I>(w + at * F::BYTES, x + at * F::KSTEP * M, sets);
     });
-  }
+  for (int64_t s = each * STREAMS; s < steps; ++s)
+    add_step<F, M, SETS, 0>(w + s * F::BYTES, x + s * F::KSTEP * M, sets);
+  for (int i = 1; i < SETS; ++i)
+    for (int m = 0; m < M; ++m) {
+      sets[0].low[m] += sets[i].low[m];
+      sets[0].high[m] += sets[i].high[m];
+    }
   for (int m = 0; m < M; ++m) {
-    sums.low[m] = SETS == 2 ? more[0].low[m] + more[SETS - 1].low[m] : more[0].low[m];
-    sums.high[m] = SETS == 2 ? more[0].high[m] + more[SETS - 1].high[m] : more[0].high[m];
+    sums.low[m] = sets[0].low[m];
+    sums.high[m] = sets[0].high[m];
   }
 }
 
@@ -153,6 +172,7 @@ void panel_sums(const uint8_t* w, const Rows32& x, Groups groups, int64_t group_
     });
     return;
   }
+  using From = std::conditional_t<std::is_same_v<F, Fp32>, Fp32Ahead, Fp32Block>;
   alignas(64) float block[BLOCK * ROWS];
   for (int64_t first = 0; first < x.k; first += BLOCK) {
     int64_t columns = x.k - first < BLOCK ? x.k - first : BLOCK;
@@ -166,7 +186,7 @@ void panel_sums(const uint8_t* w, const Rows32& x, Groups groups, int64_t group_
       widen<F>(from, columns / F::KSTEP, block);
     for (auto [row, rows] : x.tiles)
       with_rows<TILE_ROWS>(rows, [&]<int M>() {
-        add_tile<Fp32, M>(wide, values + row * x.k + first * M, columns / Fp32::KSTEP, sums + row * ROWS);
+        add_tile<From, M>(wide, values + row * x.k + first * M, columns / From::KSTEP, sums + row * ROWS);
       });
   }
 }

@@ -38,7 +38,7 @@ DSMP_INLINE void with_rows(int64_t rows, F&& f) {
 // Calls f.template operator()<J>() for J = 0 .. COUNT - 1.
 template <int COUNT, class F>
 DSMP_INLINE void unrolled(F&& f) {
-  [&]<int... J>(std::integer_sequence<int, J...>) { (f.template operator()<J>(), ...); }
+  [&]<int... J>(std::integer_sequence<int, J...>) __attribute__((always_inline)) { (f.template operator()<J>(), ...); }
   (std::make_integer_sequence<int, COUNT>{});
 }
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_linears import needs_kernels
 
 import dsmp
 from dsmp.codegen.cpu import extension
@@ -136,3 +137,19 @@ def test_killed_builds_and_damaged_files(tmp_path: Path) -> None:
     library.write_bytes(b"no library")
     assert start(cache, sources).wait(timeout=300) == 0
     assert library.read_bytes()[:4] == b"\x7fELF"
+
+
+@pytest.mark.slow
+def test_portable_code_gives_the_same_products() -> None:
+    """All tests of products again, by a library without AVX2: torch takes no vector instructions in that process."""
+    needs_kernels()
+    tests = Path(__file__).with_name("test_small_linear.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", str(tests)],
+        env={**os.environ, "ATEN_CPU_CAPABILITY": "default"},
+        cwd=Path(dsmp.__file__).resolve().parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0 and " passed" in done.stdout and "skipped" not in done.stdout, done.stdout
