@@ -78,12 +78,12 @@ def _attempt() -> Verdict:
         failure = _build(library) if not library.exists() else None
         if failure is None:
             try:
-                torch.ops.load_library(library)
+                torch.ops.load_library(library)  # type: ignore[no-untyped-call]
             except OSError:  # a damaged file: once more, from the sources
                 library.unlink(missing_ok=True)
                 failure = _build(library)
                 if failure is None:
-                    torch.ops.load_library(library)
+                    torch.ops.load_library(library)  # type: ignore[no-untyped-call]
         if failure is not None:
             return Verdict(ok=False, reason=failure)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
