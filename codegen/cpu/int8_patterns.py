@@ -214,7 +214,7 @@ def _decomposed_hardswish(node: fx.Node) -> tuple[str, fx.Node]:
 
 
 def _is(node: fx.Node, target: Callable[..., Any], number: float) -> bool:
-    return node.target is target and len(node.args) == 2 and node.args[1] == number and not node.kwargs
+    return node.target is target and tuple(node.args[1:]) == (number,) and not node.kwargs
 
 
 def _alike(a: fx.Node, b: fx.Node) -> bool:
