@@ -71,10 +71,10 @@ inline __m256 widened(const uint8_t* x, int32_t zero) {
 }
 
 template <int A, int R, bool Bytes>
-void finish_block(const int32_t* sums, int64_t channel, const void* residual, void* out, const Finish& f) {
+inline void finish_block(const Sums& sums, int64_t channel, const void* residual, void* out, const Finish& f) {
   __m256 y[2];
   for (int v = 0; v < 2; ++v) {
-    const __m256 total = _mm256_cvtepi32_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(sums + 8 * v)));
+    const __m256 total = _mm256_cvtepi32_ps(sums.part[v]);
     const __m256 multiplier = _mm256_loadu_ps(f.multiplier + channel + 8 * v);
     y[v] = _mm256_fmadd_ps(total, multiplier, _mm256_loadu_ps(f.bias + channel + 8 * v));
     if (R == kBytes) {
@@ -98,9 +98,9 @@ void finish_block(const int32_t* sums, int64_t channel, const void* residual, vo
 #else
 
 template <int A, int R, bool Bytes>
-void finish_block(const int32_t* sums, int64_t channel, const void* residual, void* out, const Finish& f) {
+inline void finish_block(const Sums& sums, int64_t channel, const void* residual, void* out, const Finish& f) {
   for (int c = 0; c < kChannels; ++c) {
-    float y = std::fma(static_cast<float>(sums[c]), f.multiplier[channel + c], f.bias[channel + c]);
+    float y = std::fma(static_cast<float>(sums.part[c]), f.multiplier[channel + c], f.bias[channel + c]);
     if (R == kBytes) {
       const int32_t whole = static_cast<int32_t>(static_cast<const uint8_t*>(residual)[c]) - f.residual_zero;
       y = std::fma(static_cast<float>(whole), f.residual_scale, y);
@@ -118,30 +118,20 @@ void finish_block(const int32_t* sums, int64_t channel, const void* residual, vo
 
 #endif
 
-// The sums [rows, 16] of neighbouring pixels become results of `count` channels from `channel` on. `residual` and `out`
-// are those of the first pixel and channel 0; both have `width` channels per pixel.
+// One pixel's sums become results of `count` channels from `channel` on. `residual` and `out` are the pixel's own.
 template <int A, int R, bool Bytes>
-void finish(const int32_t* sums, int64_t rows, int64_t channel, int64_t count, int64_t width, const void* residual,
-            void* out, const Finish& f) {
+inline void finish(const Sums& sums, int64_t channel, int64_t count, const void* residual, void* out, const Finish& f) {
   constexpr int64_t in_size = R == kBytes ? 1 : 4, out_size = Bytes ? 1 : 4;
   const char* from = R == kAlone ? nullptr : static_cast<const char*>(residual) + channel * in_size;
   char* to = static_cast<char*>(out) + channel * out_size;
-  for (int64_t r = 0; r < rows; ++r) {
-    if (count == kChannels) {
-      finish_block<A, R, Bytes>(sums + kChannels * r, channel, from, to, f);
-    } else {
-      char other[kChannels * 4] = {}, made[kChannels * 4];
-      if (R != kAlone) std::memcpy(other, from, count * in_size);
-      finish_block<A, R, Bytes>(sums + kChannels * r, channel, other, made, f);
-      std::memcpy(to, made, count * out_size);
-    }
-    if (R != kAlone) from += width * in_size;
-    to += width * out_size;
+  if (count == kChannels) {
+    finish_block<A, R, Bytes>(sums, channel, from, to, f);
+    return;
   }
+  char other[kChannels * 4] = {}, made[kChannels * 4];
+  if (R != kAlone) std::memcpy(other, from, count * in_size);
+  finish_block<A, R, Bytes>(sums, channel, other, made, f);
+  std::memcpy(to, made, count * out_size);
 }
-
-using FinishFunction = void (*)(const int32_t*, int64_t, int64_t, int64_t, int64_t, const void*, void*, const Finish&);
-
-FinishFunction finish_of(int64_t activation, int64_t residual, bool bytes);
 
 }  // namespace dsmp_int8

@@ -20,7 +20,7 @@ from torch import fx
 
 from ...passes.graph import aten, node_op, value_of
 from ...passes.insertion import fake_result, insert_call
-from .int8_ops import Steps, convolution, linear, max_pool, quantise
+from .int8_ops import Steps, int8_operators
 from .int8_patterns import Fused, Pool, following_activation, fused, gated
 from .int8_patterns import max_pool as matched_pool
 
@@ -38,7 +38,7 @@ class Lowered:
 
 
 def lower_int8(gm: fx.GraphModule, steps: Mapping[fx.Node, Steps], *, narrow_residuals: bool = True) -> list[Lowered]:
-    """Rewrite the convolutions and linears that are keys of `steps`, in place; one entry for each, in the graph's order.
+    """Rewrite the convolutions and linears that are keys of `steps`, in place; an entry for each, in the graph's order.
 
     `steps` says how a node's first operand is quantised. Without `narrow_residuals` no residual is read from bytes:
     more accurate, and more memory traffic.
@@ -80,7 +80,8 @@ class _Rewriting:
         self.narrow_residuals = narrow_residuals
         self.order = {n: i for i, n in enumerate(self.graph.nodes)}
         chosen = sorted(steps, key=self.order.__getitem__)
-        self.reasons = {n: why_not(n) for n in chosen}
+        verdict = int8_operators()
+        self.reasons = {n: why_not(n) if verdict.ok else verdict.reason for n in chosen}
         self.steps = {n: s for n, s in steps.items() if not self.reasons[n]}
         self.fused: dict[fx.Node, Fused] = {}
         self.adders: dict[fx.Node, Fused] = {}  # by the addition that belongs to it
@@ -160,9 +161,10 @@ class _Rewriting:
             residual_steps = self.narrow.get(residual, residual_steps)
             residual = self.new.get(residual, residual)
         out = self.narrow.get(found.last, Steps(0.0, 0))
-        args = (self._operand(x, steps, found.last), weight, bias, *vectors, 0.0 if norm is None else norm.epsilon,
-                residual, stride, padding, dilation, groups, *steps, *residual_steps, found.activation, *out)  # fmt: skip
-        self.new[found.last] = self._call(convolution, args, found.conv, found.last)
+        epsilon = 0.0 if norm is None else norm.epsilon
+        args = (self._operand(x, steps, found.last), weight, bias, *vectors, epsilon, residual, stride, padding,
+                dilation, groups, *steps, *residual_steps, found.activation, *out)  # fmt: skip
+        self.new[found.last] = self._call("int8_convolution", args, found.conv, found.last)
 
     def _operand(self, x: fx.Node, steps: Steps, before: fx.Node) -> fx.Node:
         """What a convolution reads: bytes that were handed on or made once, or fp32 if it alone makes bytes of it."""
@@ -175,21 +177,22 @@ class _Rewriting:
         if (x, steps) not in self.quantised:
             source, factor = gate or (x, None)
             args = (self.new.get(source, source), factor, *steps)
-            self.quantised[x, steps] = self._call(quantise, args, x, before)
+            self.quantised[x, steps] = self._call("int8_quantise", args, x, before)
         return self.quantised[x, steps]
 
     def _pool(self, pool: Pool) -> None:
         args = (self.new[pool.source], pool.kernel, pool.stride, pool.padding, pool.dilation)
-        self.new[pool.values] = self._call(max_pool, args, pool.values, pool.values)
+        self.new[pool.values] = self._call("int8_max_pool", args, pool.values, pool.values)
 
     def _linear(self, node: fx.Node) -> None:
         bias, x, transposed = node.args if node_op(node) == "aten.addmm" else (None, *node.args)
         assert isinstance(transposed, fx.Node)
         activation, last = following_activation(node)
         args = (x, transposed.args[0], bias, *self.steps[node], activation)
-        self.new[last] = self._call(linear, args, node, last)
+        self.new[last] = self._call("int8_linear", args, node, last)
 
-    def _call(self, target: Any, args: tuple[Any, ...], like: fx.Node, before: fx.Node) -> fx.Node:
+    def _call(self, name: str, args: tuple[Any, ...], like: fx.Node, before: fx.Node) -> fx.Node:
+        target = getattr(torch.ops.dsmp_cpu, name).default
         return insert_call(self.graph, target, args, {}, like=like, joint=False, before=before)
 
     # what is left to do

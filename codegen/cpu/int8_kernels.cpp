@@ -8,17 +8,6 @@ namespace {
 constexpr int64_t kTiles = 12;   // of pixels, which share one pass over a block's weights
 constexpr int64_t kChunk = 32;   // pixels of a depthwise pass
 
-template <int A, int R>
-FinishFunction by_output(bool bytes) {
-  return bytes ? finish<A, R, true> : finish<A, R, false>;
-}
-
-template <int A>
-FinishFunction by_residual(int64_t residual, bool bytes) {
-  if (residual == kBytes) return by_output<A, kBytes>(bytes);
-  return residual == kFloats ? by_output<A, kFloats>(bytes) : by_output<A, kAlone>(bytes);
-}
-
 // Calls take(first pixel, how many, its row, its column) for runs of output pixels within one row.
 template <typename Take>
 void runs(const Shape& s, int64_t begin, int64_t end, const Take& take) {
@@ -89,34 +78,86 @@ void gather(const Call& c, int64_t begin, int64_t end, int64_t offset, int64_t b
   });
 }
 
-using Kernel = void (*)(const uint8_t* const*, int64_t, int64_t, const int8_t*, const int32_t*, int32_t*);
-constexpr Kernel kKernels[kRows + 1] = {nullptr, products<1>, products<2>, products<3>, products<4>};
+// Where a pixel's residual and result lie.
+template <int R>
+const void* residual_of(const Call& c, int64_t pixel) {
+  if (R == kAlone) return nullptr;
+  return static_cast<const char*>(c.residual) + pixel * c.s.out * (R == kBytes ? 1 : 4);
+}
 
-void write(const Call& c, const int32_t* sums, int64_t pixel, int64_t rows, int64_t channel, int64_t count) {
-  const int64_t at = pixel * c.s.out;
-  const void* residual = c.residual ? static_cast<const char*>(c.residual) + at * (c.residual_bytes ? 1 : 4) : nullptr;
-  c.finish(sums, rows, channel, count, c.s.out, residual, static_cast<char*>(c.out) + at * (c.out_bytes ? 1 : 4), c.f);
+template <bool Bytes>
+void* result_of(const Call& c, int64_t pixel) {
+  return static_cast<char*>(c.out) + pixel * c.s.out * (Bytes ? 1 : 4);
+}
+
+// One block of 16 output channels, or as many as a group has: its packed weights and where its sums start.
+struct Block {
+  const void* w;
+  const int32_t* start;
+  int64_t channel, count;
+};
+
+template <int A, int R, bool Bytes>
+struct Dense {
+  template <int Rows>
+  static void tile(const Call& c, const Layout& layout, const uint8_t* const* rows, const Block& b, int64_t pixel) {
+    Sums sums[Rows];
+    products<Rows>(rows, layout.taps, layout.bytes / 8, static_cast<const int8_t*>(b.w), b.start, sums);
+    for (int r = 0; r < Rows; ++r)
+      finish<A, R, Bytes>(sums[r], b.channel, b.count, residual_of<R>(c, pixel + r), result_of<Bytes>(c, pixel + r), c.f);
+  }
+
+  static void tiles(const Call& c, const Layout& layout, const uint8_t* const* table, int64_t p, int64_t end,
+                    const Block& b) {
+    for (; p + kRows <= end; p += kRows, table += kRows * layout.taps) tile<kRows>(c, layout, table, b, p);
+    if (end - p == 3) tile<3>(c, layout, table, b, p);
+    if (end - p == 2) tile<2>(c, layout, table, b, p);
+    if (end - p == 1) tile<1>(c, layout, table, b, p);
+  }
+};
+
+template <int A, int R, bool Bytes>
+struct Depthwise {
+  static void pixels(const Call& c, const uint8_t* const* table, int64_t p, int64_t end, const Block& b) {
+    const int64_t even = up(c.s.area(), 2), offset = b.count == kChannels ? b.channel : 0;
+    for (; p < end; ++p, table += even) {
+      const Sums sums = depthwise_products(table, even / 2, offset, static_cast<const int16_t*>(b.w), b.start);
+      finish<A, R, Bytes>(sums, b.channel, b.count, residual_of<R>(c, p), result_of<Bytes>(c, p), c.f);
+    }
+  }
+};
+
+// Calls take(Kind<activation, residual, bytes>()) for what a call asks.
+template <template <int, int, bool> class Kind, int A, int R, typename Take>
+void by_output(const Call& c, const Take& take) {
+  c.out_bytes ? take(Kind<A, R, true>()) : take(Kind<A, R, false>());
+}
+
+template <template <int, int, bool> class Kind, int A, typename Take>
+void by_residual(const Call& c, const Take& take) {
+  if (c.residual == nullptr) return by_output<Kind, A, kAlone>(c, take);
+  c.residual_bytes ? by_output<Kind, A, kBytes>(c, take) : by_output<Kind, A, kFloats>(c, take);
+}
+
+template <template <int, int, bool> class Kind, typename Take>
+void chosen(const Call& c, const Take& take) {
+  switch (c.activation) {
+    case kRelu: return by_residual<Kind, kRelu>(c, take);
+    case kHardswish: return by_residual<Kind, kHardswish>(c, take);
+    case kRelu6: return by_residual<Kind, kRelu6>(c, take);
+    default: return by_residual<Kind, kNone>(c, take);
+  }
 }
 
 }  // namespace
-
-FinishFunction finish_of(int64_t activation, int64_t residual, bool bytes) {
-  switch (activation) {
-    case kRelu: return by_residual<kRelu>(residual, bytes);
-    case kHardswish: return by_residual<kHardswish>(residual, bytes);
-    case kRelu6: return by_residual<kRelu6>(residual, bytes);
-    default: return by_residual<kNone>(residual, bytes);
-  }
-}
 
 void dense(const Call& c, int64_t first_tile, int64_t last_tile) {
   const Shape& s = c.s;
   const Layout layout(s.out, s.per_group(), s.area(), s.groups);
   const int64_t per_group = s.per_group(), group_out = s.out / s.groups, length = layout.taps * layout.bytes;
-  const int64_t last = std::min(s.images * s.oh * s.ow, last_tile * kRows);
-  std::vector<const uint8_t*> table(kTiles * kRows * layout.taps);
+  const int64_t last = std::min(s.images * s.oh * s.ow, last_tile * kRows), taps = layout.taps;
+  std::vector<const uint8_t*> table(kTiles * kRows * taps);
   std::vector<uint8_t> gathered(layout.gathered ? kTiles * kRows * layout.bytes : 0);
-  alignas(32) int32_t sums[kRows * kChannels];
   if (layout.gathered)
     for (int64_t p = 0; p < kTiles * kRows; ++p) table[p] = gathered.data() + p * layout.bytes;
   for (int64_t begin = first_tile * kRows; begin < last; begin += kTiles * kRows) {
@@ -125,21 +166,16 @@ void dense(const Call& c, int64_t first_tile, int64_t last_tile) {
       if (layout.gathered) {
         gather(c, begin, end, g * per_group, layout.bytes, gathered.data());
       } else {
-        const int64_t taps = layout.taps;
         locate(c, begin, end, g * per_group, table.data(),
                [taps](int64_t p, int64_t tap) { return (p / kRows * taps + tap) * kRows + p % kRows; });
       }
       for (int64_t b = 0; b < layout.blocks; ++b) {
-        const int64_t channel = g * group_out + b * kChannels;
-        const int64_t count = std::min<int64_t>(kChannels, group_out - b * kChannels);
-        const int8_t* w = c.w + (g * layout.blocks + b) * kChannels * length;
+        const int64_t channel = g * group_out + first_channel(b, group_out);
+        const int64_t count = std::min<int64_t>(kChannels, group_out);
         alignas(32) int32_t start[kChannels] = {};
         std::memcpy(start, c.start + channel, count * sizeof(int32_t));
-        for (int64_t p = begin; p < end; p += kRows) {
-          const int64_t rows = std::min<int64_t>(kRows, end - p);
-          kKernels[rows](table.data() + (p - begin) * layout.taps, layout.taps, layout.bytes / 8, w, start, sums);
-          write(c, sums, p, rows, channel, count);
-        }
+        const Block block = {c.w + (g * layout.blocks + b) * kChannels * length, start, channel, count};
+        chosen<Dense>(c, [&](auto kind) { decltype(kind)::tiles(c, layout, table.data(), begin, end, block); });
       }
     }
   }
@@ -147,32 +183,23 @@ void dense(const Call& c, int64_t first_tile, int64_t last_tile) {
 
 void depthwise(const Call& c, int64_t first_row, int64_t last_row) {
   const Shape& s = c.s;
-  const int64_t even = up(s.area(), 2), last = last_row * s.ow;
-  std::vector<const uint8_t*> table(kChunk * even, c.outside), tails(even);
-  std::vector<uint8_t> tail(even * kChannels);
-  for (int64_t t = 0; t < even; ++t) tails[t] = tail.data() + t * kChannels;
-  alignas(32) int32_t sums[kRows * kChannels];
+  const int64_t even = up(s.area(), 2), last = last_row * s.ow, count = std::min<int64_t>(kChannels, s.out);
+  std::vector<const uint8_t*> table(kChunk * even, c.outside);
+  std::vector<uint8_t> few(count < kChannels ? kChunk * even * kChannels : 0);
   for (int64_t begin = first_row * s.ow; begin < last; begin += kChunk) {
     const int64_t end = std::min(begin + kChunk, last);
     locate(c, begin, end, 0, table.data(), [even](int64_t p, int64_t tap) { return p * even + tap; });
-    for (int64_t channel = 0; channel < s.out; channel += kChannels) {
-      const int64_t count = std::min<int64_t>(kChannels, s.out - channel);
-      const auto* w = reinterpret_cast<const int16_t*>(c.w) + channel * even;
+    for (size_t i = 0; i * kChannels < few.size(); ++i) {  // never read beyond the last pixel
+      uint8_t* to = few.data() + i * kChannels;
+      if (table[i] != to) copy(to, table[i], count);
+      table[i] = to;
+    }
+    for (int64_t b = 0; b < up(s.out, kChannels) / kChannels; ++b) {
+      const int64_t channel = first_channel(b, s.out);
       alignas(32) int32_t start[kChannels] = {};
       std::memcpy(start, c.start + channel, count * sizeof(int32_t));
-      for (int64_t p = begin; p < end; p += kRows) {
-        const int64_t rows = std::min<int64_t>(kRows, end - p);
-        for (int64_t r = 0; r < rows; ++r) {
-          const uint8_t* const* taps = table.data() + (p + r - begin) * even;
-          if (count == kChannels) {
-            depthwise_products(taps, even / 2, channel, w, start, sums + r * kChannels);
-            continue;
-          }
-          for (int64_t t = 0; t < even; ++t) copy(tail.data() + t * kChannels, taps[t] + channel, count);
-          depthwise_products(tails.data(), even / 2, 0, w, start, sums + r * kChannels);
-        }
-        write(c, sums, p, rows, channel, count);
-      }
+      const Block block = {reinterpret_cast<const int16_t*>(c.w) + b * kChannels * even, start, channel, count};
+      chosen<Depthwise>(c, [&](auto kind) { decltype(kind)::pixels(c, table.data(), begin, end, block); });
     }
   }
 }

@@ -34,9 +34,15 @@ struct Call {
   bool residual_bytes;
   void* out;
   bool out_bytes;
-  FinishFunction finish;
+  int64_t activation;
   Finish f;
 };
+
+// The first of a block's 16 output channels within its group. The last block overlaps the one before where a group's
+// channels are no multiple of 16: what both hold is computed twice.
+inline int64_t first_channel(int64_t block, int64_t group_out) {
+  return std::max<int64_t>(0, std::min(block * kChannels, group_out - kChannels));
+}
 
 // Packs fp32 weights [O, C / groups, taps]: q = rint(w / scale), scale per output channel, sums of q.
 void pack(const float* weight, int64_t out, int64_t per_group, int64_t area, int64_t groups, int8_t* payload,

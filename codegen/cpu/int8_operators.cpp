@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "int8_kernels.h"
+#include "int8_weights.h"
 
 namespace {
 
@@ -47,22 +48,20 @@ struct Vector {
   float at(int64_t o, float otherwise) const { return given == nullptr ? otherwise : given[o]; }
 };
 
-std::tuple<Tensor, Tensor, Tensor> int8_pack(const Tensor& weight, int64_t groups) {
-  TORCH_CHECK(weight.dim() == 4 && weight.scalar_type() == at::kFloat, "int8_pack takes an fp32 weight of 4 axes");
-  const Tensor w = weight.contiguous();
-  const int64_t out = w.size(0), per_group = w.size(1), area = w.size(2) * w.size(3);
-  Tensor payload = at::empty({Layout(out, per_group, area, groups).size}, at::kChar);
-  Tensor scales = at::empty({out}, at::kFloat), sums = at::empty({out}, at::kInt);
-  pack(w.const_data_ptr<float>(), out, per_group, area, groups, payload.mutable_data_ptr<int8_t>(),
-       scales.mutable_data_ptr<float>(), sums.mutable_data_ptr<int32_t>());
-  return {payload, scales, sums};
+// What a convolution or linear multiplies by instead of `weight`, in its shape.
+Tensor int8_weight(const Tensor& weight, int64_t groups) {
+  const auto packed = packed_weight(weight, groups);
+  Tensor w = at::empty(weight.sizes(), at::kFloat);
+  unpack(packed->payload.const_data_ptr<int8_t>(), packed->scales.const_data_ptr<float>(), w.size(0), w.size(1),
+         w.numel() / w.size(0) / w.size(1), groups, w.mutable_data_ptr<float>());
+  return w;
 }
 
-Tensor int8_unpack(const Tensor& payload, const Tensor& scales, int64_t groups, IntArrayRef sizes) {
-  Tensor w = at::empty(sizes, at::kFloat);
-  unpack(payload.const_data_ptr<int8_t>(), scales.const_data_ptr<float>(), w.size(0), w.size(1), w.size(2) * w.size(3),
-         groups, w.mutable_data_ptr<float>());
-  return w;
+int64_t activation_of(c10::string_view name) {
+  static constexpr c10::string_view names[] = {"none", "relu", "hardswish", "relu6"};  // by number
+  for (int64_t i = 0; i < 4; ++i)
+    if (names[i] == name) return i;
+  TORCH_CHECK(false, "an int8 convolution ends in none, relu, hardswish or relu6, not in ", name);
 }
 
 Tensor int8_quantise(const Tensor& x, const OptionalTensor& gate, double scale, int64_t zero) {
@@ -90,24 +89,26 @@ Tensor int8_quantise(const Tensor& x, const OptionalTensor& gate, double scale, 
   return out;
 }
 
-Tensor int8_convolution(const Tensor& given, double x_scale, int64_t x_zero, const Tensor& payload, const Tensor& scales,
-                        const Tensor& weight_sums, const OptionalTensor& bias, const OptionalTensor& mean,
-                        const OptionalTensor& variance, const OptionalTensor& gain, const OptionalTensor& shift,
-                        double epsilon, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
-                        IntArrayRef dilation, int64_t groups, const OptionalTensor& residual, double residual_scale,
-                        int64_t residual_zero, int64_t activation, double out_scale, int64_t out_zero) {
-  if (given.scalar_type() != at::kByte) {
-    const Tensor bytes = int8_quantise(given, std::nullopt, x_scale, x_zero);
-    return int8_convolution(bytes, x_scale, x_zero, payload, scales, weight_sums, bias, mean, variance, gain, shift,
-                            epsilon, kernel, stride, padding, dilation, groups, residual, residual_scale, residual_zero,
-                            activation, out_scale, out_zero);
-  }
+Tensor int8_convolution(const Tensor& given, const Tensor& weight, const OptionalTensor& bias,
+                        const OptionalTensor& mean, const OptionalTensor& variance, const OptionalTensor& gain,
+                        const OptionalTensor& shift, double epsilon, const OptionalTensor& residual, IntArrayRef stride,
+                        IntArrayRef padding, IntArrayRef dilation, int64_t groups, double x_scale, int64_t x_zero,
+                        double residual_scale, int64_t residual_zero, c10::string_view activation, double out_scale,
+                        int64_t out_zero) {
+  if (given.scalar_type() != at::kByte)
+    return int8_convolution(int8_quantise(given, std::nullopt, x_scale, x_zero), weight, bias, mean, variance, gain,
+                            shift, epsilon, residual, stride, padding, dilation, groups, x_scale, x_zero,
+                            residual_scale, residual_zero, activation, out_scale, out_zero);
   check_bytes(given, "int8_convolution");
   const Tensor x = channels_last(given);
+  TORCH_CHECK(weight.dim() == 4 && x.size(1) == weight.size(1) * groups && weight.size(0) % groups == 0,
+              "int8_convolution: a weight of ", weight.sizes(), " does not fit ", x.size(1), " channels in ", groups,
+              " groups");
+  const auto packed = packed_weight(weight, groups);
   Call c;
   Shape& s = c.s;
-  s = {x.size(0),  x.size(1),  x.size(2),  x.size(3),   scales.size(0), kernel[0], kernel[1], stride[0],
-       stride[1],  padding[0], padding[1], dilation[0], dilation[1],    groups,    0,         0};
+  s = {x.size(0),      x.size(1), x.size(2), x.size(3),  weight.size(0), weight.size(2), weight.size(3),
+       stride[0],      stride[1], padding[0], padding[1], dilation[0],    dilation[1],    groups,         0,  0};
   s.oh = pooled(s.height, s.ph, s.dh, s.kh, s.sh);
   s.ow = pooled(s.width, s.pw, s.dw, s.kw, s.sw);
   c.out_bytes = out_scale != 0.0;
@@ -127,8 +128,8 @@ Tensor int8_convolution(const Tensor& given, double x_scale, int64_t x_zero, con
   const std::vector<uint8_t> outside(s.channels + kChannels, static_cast<uint8_t>(x_zero));
   std::vector<float> multiplier(padded), offset(padded);
   std::vector<int32_t> start(padded);
-  const float* scale = scales.const_data_ptr<float>();
-  const int32_t* sum = weight_sums.const_data_ptr<int32_t>();
+  const float* scale = packed->scales.const_data_ptr<float>();
+  const int32_t* sum = packed->sums.const_data_ptr<int32_t>();
   const Vector added(bias, s.out), centre(mean, s.out), spread(variance, s.out), factors(gain, s.out), last(shift, s.out);
   for (int64_t o = 0; o < s.out; ++o) {
     const float normed = (spread.given ? 1.0f / std::sqrt(spread.at(o, 1.0f) + static_cast<float>(epsilon)) : 1.0f) *
@@ -139,10 +140,10 @@ Tensor int8_convolution(const Tensor& given, double x_scale, int64_t x_zero, con
   }
   c.x = x.const_data_ptr<uint8_t>();
   c.outside = outside.data();
-  c.w = payload.const_data_ptr<int8_t>();
+  c.w = packed->payload.const_data_ptr<int8_t>();
   c.start = start.data();
   c.out = out.mutable_data_ptr();
-  c.finish = finish_of(activation, c.residual == nullptr ? kAlone : c.residual_bytes ? kBytes : kFloats, c.out_bytes);
+  c.activation = activation_of(activation);
   c.f = {multiplier.data(), offset.data(), static_cast<float>(residual_scale), static_cast<int32_t>(residual_zero),
          c.out_bytes ? static_cast<float>(1.0 / out_scale) : 0.0f, static_cast<int32_t>(out_zero)};
   if (s.depthwise()) {
@@ -154,6 +155,20 @@ Tensor int8_convolution(const Tensor& given, double x_scale, int64_t x_zero, con
     at::parallel_for(0, tiles, grain, [&](int64_t a, int64_t b) { dense(c, a, b); });
   }
   return out;
+}
+
+Tensor int8_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, double x_scale, int64_t x_zero,
+                   c10::string_view activation) {
+  const int64_t k = x.size(-1);
+  TORCH_CHECK(weight.dim() == 2 && weight.size(1) == k, "int8_linear: a weight of ", weight.sizes(),
+              " does not fit rows of ", k);
+  auto sizes = x.sizes().vec();
+  sizes.back() = weight.size(0);
+  if (x.numel() == 0) return at::empty(sizes, x.options());
+  const Tensor y = int8_convolution(x.reshape({-1, k, 1, 1}), weight.unsqueeze(-1).unsqueeze(-1), bias, std::nullopt,
+                                    std::nullopt, std::nullopt, std::nullopt, 0.0, std::nullopt, {1, 1}, {0, 0}, {1, 1},
+                                    1, x_scale, x_zero, 0.0, 0, activation, 0.0, 0);
+  return y.reshape(sizes);
 }
 
 Tensor int8_max_pool(const Tensor& given, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
@@ -176,20 +191,23 @@ Tensor int8_max_pool(const Tensor& given, IntArrayRef kernel, IntArrayRef stride
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(dsmp_cpu, m) {
-  m.def("int8_pack(Tensor weight, int groups) -> (Tensor, Tensor, Tensor)");
-  m.def("int8_unpack(Tensor payload, Tensor scales, int groups, int[] sizes) -> Tensor");
   m.def(
-      "int8_convolution(Tensor x, float x_scale, int x_zero, Tensor payload, Tensor scales, Tensor sums, Tensor? bias, "
-      "Tensor? mean, Tensor? variance, Tensor? gain, Tensor? shift, float epsilon, int[] kernel, int[] stride, "
-      "int[] padding, int[] dilation, int groups, Tensor? residual, float residual_scale, int residual_zero, int activation, float out_scale, int out_zero) -> Tensor");
+      "int8_convolution(Tensor x, Tensor weight, Tensor? bias, Tensor? mean, Tensor? variance, Tensor? gain, "
+      "Tensor? shift, float epsilon, Tensor? residual, int[] stride, int[] padding, int[] dilation, int groups, "
+      "float x_scale, int x_zero, float residual_scale, int residual_zero, str activation, float out_scale, "
+      "int out_zero) -> Tensor");
+  m.def("int8_linear(Tensor x, Tensor weight, Tensor? bias, float x_scale, int x_zero, str activation) -> Tensor");
   m.def("int8_quantise(Tensor x, Tensor? gate, float scale, int zero) -> Tensor");
   m.def("int8_max_pool(Tensor x, int[] kernel, int[] stride, int[] padding, int[] dilation) -> Tensor");
+  m.def("int8_weight(Tensor weight, int groups) -> Tensor");
+  m.def("int8_packed_bytes() -> int", packed_bytes);
+  m.def("int8_forget() -> ()", forget);
 }
 
 TORCH_LIBRARY_IMPL(dsmp_cpu, CPU, m) {
-  m.impl("int8_pack", int8_pack);
-  m.impl("int8_unpack", int8_unpack);
   m.impl("int8_convolution", int8_convolution);
+  m.impl("int8_linear", int8_linear);
   m.impl("int8_quantise", int8_quantise);
   m.impl("int8_max_pool", int8_max_pool);
+  m.impl("int8_weight", int8_weight);
 }

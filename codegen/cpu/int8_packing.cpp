@@ -1,3 +1,4 @@
+#include <numeric>
 #include <vector>
 
 #include "int8_kernels.h"
@@ -34,17 +35,21 @@ float quantise_channel(const std::vector<float>& w, bool bounded, std::vector<in
   }
 }
 
-// Calls place(output channel, index within its row, where it lies) for every weight of one output channel.
+// Calls place(index within its row, where it lies) for every weight of output channel `o`, in groups of `width`; twice
+// where blocks overlap.
 template <typename Place>
-void each(const Layout& layout, int64_t o, int64_t group_out, int64_t area, int64_t length, const Place& place) {
-  if (layout.depthwise) {
-    const int64_t base = o / kChannels * kChannels * up(area, 2), lane = o % kChannels;
-    for (int64_t t = 0; t < area; ++t) place(t, base + t / 2 * 32 + kPlace[lane / 4] * 8 + lane % 4 * 2 + t % 2);
-    return;
+void each(const Layout& layout, int64_t o, int64_t width, int64_t area, int64_t length, const Place& place) {
+  for (int64_t b = 0; b < layout.blocks; ++b) {
+    const int64_t lane = o % width - first_channel(b, width);
+    if (lane < 0 || lane >= kChannels) continue;
+    if (layout.depthwise) {
+      const int64_t base = b * kChannels * up(area, 2);
+      for (int64_t t = 0; t < area; ++t) place(t, base + t / 2 * 32 + kPlace[lane / 4] * 8 + lane % 4 * 2 + t % 2);
+    } else {
+      const int64_t base = (o / width * layout.blocks + b) * kChannels * length;
+      for (int64_t k = 0; k < length; ++k) place(k, base + k / 8 * 128 + k % 8 / 4 * 64 + lane * 4 + k % 4);
+    }
   }
-  const int64_t inside = o % group_out, lane = inside % kChannels;
-  const int64_t base = (o / group_out * layout.blocks + inside / kChannels) * kChannels * length;
-  for (int64_t k = 0; k < length; ++k) place(k, base + k / 8 * 128 + k % 8 / 4 * 64 + lane * 4 + k % 4);
 }
 
 }  // namespace
@@ -61,7 +66,7 @@ Layout::Layout(int64_t out, int64_t per_group, int64_t area, int64_t groups) {
 void pack(const float* weight, int64_t out, int64_t per_group, int64_t area, int64_t groups, int8_t* payload,
           float* scales, int32_t* sums) {
   const Layout layout(out, per_group, area, groups);
-  const int64_t length = layout.taps * layout.bytes;
+  const int64_t length = layout.taps * layout.bytes, width = layout.depthwise ? out : out / groups;
   std::fill(payload, payload + layout.size, static_cast<int8_t>(0));
   std::vector<float> row(length);
   std::vector<int8_t> q(length);
@@ -69,9 +74,8 @@ void pack(const float* weight, int64_t out, int64_t per_group, int64_t area, int
     for (int64_t c = 0; c < per_group; ++c)
       for (int64_t t = 0; t < area; ++t) row[t * per_group + c] = weight[c * area + t];
     scales[o] = quantise_channel(row, !layout.depthwise, q);
-    sums[o] = 0;
-    each(layout, o, out / groups, area, length, [&](int64_t k, int64_t at) {
-      sums[o] += q[k];
+    sums[o] = std::accumulate(q.begin(), q.end(), int32_t{0});
+    each(layout, o, width, area, length, [&](int64_t k, int64_t at) {
       if (layout.depthwise) {
         reinterpret_cast<int16_t*>(payload)[at] = q[k];
       } else {
@@ -84,9 +88,9 @@ void pack(const float* weight, int64_t out, int64_t per_group, int64_t area, int
 void unpack(const int8_t* payload, const float* scales, int64_t out, int64_t per_group, int64_t area, int64_t groups,
             float* weight) {
   const Layout layout(out, per_group, area, groups);
-  const int64_t length = layout.taps * layout.bytes;
+  const int64_t length = layout.taps * layout.bytes, width = layout.depthwise ? out : out / groups;
   for (int64_t o = 0; o < out; ++o, weight += per_group * area)
-    each(layout, o, out / groups, area, length, [&](int64_t k, int64_t at) {
+    each(layout, o, width, area, length, [&](int64_t k, int64_t at) {
       if (k >= per_group * area) return;  // the row's padding
       const int32_t q = layout.depthwise ? reinterpret_cast<const int16_t*>(payload)[at] : payload[at];
       weight[k % per_group * area + k / per_group] = static_cast<float>(q) * scales[o];

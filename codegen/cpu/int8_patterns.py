@@ -20,6 +20,7 @@ from ...passes.graph import aten, node_op, prims, value_of
 
 _POOLS = ("prims._low_memory_max_pool_with_offsets", "prims._low_memory_max_pool2d_with_offsets",
           "aten.max_pool2d_with_indices")  # fmt: skip
+_POOL_DEFAULTS: tuple[Any, ...] = ([], 0, 1, False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,8 +111,9 @@ def max_pool(node: fx.Node) -> Pool | None:
     source = node.args[0] if node.target is operator.getitem and node.args[1] == 0 else None
     if not isinstance(source, fx.Node) or node_op(source) not in _POOLS or list(source.users) != [node]:
         return None
-    x, kernel, *rest = source.args
-    stride, padding, dilation, ceil = [*rest, *([], 0, 1, False)[len(rest) :]]
+    x, kernel, *given = source.args
+    rest: tuple[Any, ...] = (*given, *_POOL_DEFAULTS[len(given) :])
+    stride, padding, dilation, ceil = rest
     value = value_of(node)
     if not isinstance(x, fx.Node) or ceil or value is None or value.dim() != 4:
         return None
@@ -212,12 +214,14 @@ def _decomposed_hardswish(node: fx.Node) -> tuple[str, fx.Node]:
 
 
 def _is(node: fx.Node, target: Callable[..., Any], number: float) -> bool:
-    return node.target is target and len(node.args) == 2 and node.args[1] == number and not node.kwargs
+    return node.target is target and tuple(node.args[1:]) == (number,) and not node.kwargs
 
 
 def _alike(a: fx.Node, b: fx.Node) -> bool:
     first, second = value_of(a), value_of(b)
-    return first is not None and second is not None and first.shape == second.shape and first.dtype == second.dtype
+    if first is None or second is None:
+        return False
+    return bool(first.shape == second.shape) and first.dtype == second.dtype
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:

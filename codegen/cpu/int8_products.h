@@ -19,9 +19,15 @@ constexpr int kRows = 4;       // pixels of a tile
 
 #if defined(__AVX2__)
 
-// Sums [R, 16] of R pixels: `rows` holds, tap after tap, one pointer per pixel; `depth` is the bytes per tap / 8.
+// One pixel's sums of 16 output channels.
+struct Sums {
+  __m256i part[2];
+};
+
+// Sums of R pixels: `rows` holds, tap after tap, one pointer per pixel; `depth` is the bytes per tap / 8.
 template <int R>
-void products(const uint8_t* const* rows, int64_t taps, int64_t depth, const int8_t* w, const int32_t* start, int32_t* sums) {
+inline void products(const uint8_t* const* rows, int64_t taps, int64_t depth, const int8_t* w, const int32_t* start,
+                     Sums* sums) {
   __m256i total[R][2];
   const __m256i ones = _mm256_set1_epi16(1);
   for (int r = 0; r < R; ++r)
@@ -47,13 +53,12 @@ void products(const uint8_t* const* rows, int64_t taps, int64_t depth, const int
     }
   }
   for (int r = 0; r < R; ++r)
-    for (int v = 0; v < 2; ++v)
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(sums + kChannels * r + 8 * v), total[r][v]);
+    for (int v = 0; v < 2; ++v) sums[r].part[v] = total[r][v];
 }
 
 // Sums of 16 channels from `channel` on, each with weights of its own.
-inline void depthwise_products(const uint8_t* const* taps, int64_t pairs, int64_t channel, const int16_t* w,
-                               const int32_t* start, int32_t* sums) {
+inline Sums depthwise_products(const uint8_t* const* taps, int64_t pairs, int64_t channel, const int16_t* w,
+                               const int32_t* start) {
   __m256i low = _mm256_setzero_si256(), high = _mm256_setzero_si256();
   for (int64_t p = 0; p < pairs; ++p) {
     const auto* first = reinterpret_cast<const __m128i*>(taps[2 * p] + channel);
@@ -64,16 +69,20 @@ inline void depthwise_products(const uint8_t* const* taps, int64_t pairs, int64_
     high = _mm256_add_epi32(high, _mm256_madd_epi16(_mm256_unpackhi_epi16(a, b), _mm256_loadu_si256(pair + 1)));
   }
   const auto* from = reinterpret_cast<const __m256i*>(start);
-  auto* to = reinterpret_cast<__m256i*>(sums);
-  _mm256_storeu_si256(to, _mm256_add_epi32(_mm256_permute2x128_si256(low, high, 0x20), _mm256_loadu_si256(from)));
-  _mm256_storeu_si256(to + 1, _mm256_add_epi32(_mm256_permute2x128_si256(low, high, 0x31), _mm256_loadu_si256(from + 1)));
+  return {{_mm256_add_epi32(_mm256_permute2x128_si256(low, high, 0x20), _mm256_loadu_si256(from)),
+           _mm256_add_epi32(_mm256_permute2x128_si256(low, high, 0x31), _mm256_loadu_si256(from + 1))}};
 }
 
 #else
 
+struct Sums {
+  int32_t part[kChannels];
+};
+
 template <int R>
-void products(const uint8_t* const* rows, int64_t taps, int64_t depth, const int8_t* w, const int32_t* start, int32_t* sums) {
-  for (int r = 0; r < R; ++r) std::memcpy(sums + kChannels * r, start, kChannels * sizeof(int32_t));
+inline void products(const uint8_t* const* rows, int64_t taps, int64_t depth, const int8_t* w, const int32_t* start,
+                     Sums* sums) {
+  for (int r = 0; r < R; ++r) std::memcpy(sums[r].part, start, sizeof(sums[r].part));
   for (int64_t tap = 0; tap < taps; ++tap)
     for (int64_t d = 0; d < depth; ++d, w += 128)
       for (int r = 0; r < R; ++r) {
@@ -81,20 +90,22 @@ void products(const uint8_t* const* rows, int64_t taps, int64_t depth, const int
         for (int half = 0; half < 2; ++half)
           for (int c = 0; c < kChannels; ++c)
             for (int k = 0; k < 4; ++k)
-              sums[kChannels * r + c] += static_cast<int32_t>(x[4 * half + k]) * w[64 * half + 4 * c + k];
+              sums[r].part[c] += static_cast<int32_t>(x[4 * half + k]) * w[64 * half + 4 * c + k];
       }
 }
 
-inline void depthwise_products(const uint8_t* const* taps, int64_t pairs, int64_t channel, const int16_t* w,
-                               const int32_t* start, int32_t* sums) {
+inline Sums depthwise_products(const uint8_t* const* taps, int64_t pairs, int64_t channel, const int16_t* w,
+                               const int32_t* start) {
   static constexpr int order[4] = {0, 8, 4, 12};
-  std::memcpy(sums, start, kChannels * sizeof(int32_t));
+  Sums sums;
+  std::memcpy(sums.part, start, sizeof(sums.part));
   for (int64_t p = 0; p < pairs; ++p)
     for (int part = 0; part < 4; ++part)
       for (int c = 0; c < 4; ++c)
         for (int t = 0; t < 2; ++t)
-          sums[order[part] + c] += static_cast<int32_t>(taps[2 * p + t][channel + order[part] + c]) *
-                                   w[32 * p + 8 * part + 2 * c + t];
+          sums.part[order[part] + c] += static_cast<int32_t>(taps[2 * p + t][channel + order[part] + c]) *
+                                        w[32 * p + 8 * part + 2 * c + t];
+  return sums;
 }
 
 #endif

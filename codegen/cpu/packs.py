@@ -48,11 +48,11 @@ def packed(weight: Tensor, kind: str, build: Callable[[Tensor], T]) -> T:
     entry = _table.get(key)
     if entry is not None and entry.version == version and entry.fingerprint == sampled:
         storage = entry.storage
-        if storage.cdata == weight.untyped_storage()._cdata and not storage.expired():
+        if storage.cdata == weight.untyped_storage()._cdata and not storage.expired():  # type: ignore[no-untyped-call]
             made: T = entry.made
             return made
     made = build(weight.detach())
-    storage = StorageWeakRef(weight.untyped_storage())
+    storage = StorageWeakRef(weight.untyped_storage())  # type: ignore[no-untyped-call]
     with _lock:
         _sweep()
         _table[key] = _Entry(storage, version, sampled, made, weakref.ref(weight, _owner_gone))
@@ -60,14 +60,17 @@ def packed(weight: Tensor, kind: str, build: Callable[[Tensor], T]) -> T:
 
 
 def packed_bytes() -> int:
-    """Bytes of all tensors in packed weights of living storages."""
+    """Bytes of all tensors in packed weights of living storages, those of the C++ operators among them."""
+    native = int(torch.ops.dsmp_cpu.int8_packed_bytes()) if hasattr(torch.ops.dsmp_cpu, "int8_packed_bytes") else 0
     with _lock:
         _sweep()
-        return sum(t.numel() * t.element_size() for e in _table.values() for t in _tensors(e.made))
+        return native + sum(t.numel() * t.element_size() for e in _table.values() for t in _tensors(e.made))
 
 
 def clear() -> None:
     """Forget all packed weights; the next calls pack anew."""
+    if hasattr(torch.ops.dsmp_cpu, "int8_forget"):
+        torch.ops.dsmp_cpu.int8_forget()
     with _lock:
         _table.clear()
 
@@ -81,7 +84,7 @@ def fingerprint(weight: Tensor) -> int:
 
 
 def _sweep() -> None:
-    for key in [k for k, e in _table.items() if e.storage.expired()]:
+    for key in [k for k, e in _table.items() if e.storage.expired()]:  # type: ignore[no-untyped-call]
         del _table[key]
 
 
