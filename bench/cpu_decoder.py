@@ -27,7 +27,8 @@ class Attention(nn.Module):
             self.register_buffer(name, torch.zeros(1, heads, length, size), persistent=False)
 
     def forward(self, x: Tensor, positions: Tensor, turns: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = (p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in projections)
         self.keys.index_copy_(2, positions, _turned(k, turns))
         self.values.index_copy_(2, positions, v)
         mixed = F.scaled_dot_product_attention(_turned(q, turns), self.keys, self.values, attn_mask=mask)

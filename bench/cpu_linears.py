@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench.table import Row, show
-from dsmp.codegen.cpu.extension import small_linear
+from dsmp.codegen.cpu.extension import cpu_operators
 
 COLD_BYTES = 160_000_000
 BASELINE, OURS = "torch fp32", "dsmp fp32"
@@ -57,7 +57,7 @@ def implementations(weight: Tensor) -> Iterator[Implementation]:
     n = len(weight)
     yield _cloned(BASELINE, [weight], F.linear)
     yield from _fbgemm(weight)
-    verdict = small_linear()
+    verdict = cpu_operators()
     if not verdict:
         print(verdict.reason)
         return
