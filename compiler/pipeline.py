@@ -11,7 +11,7 @@ import torch
 
 from ..errors import PlanHardwareError, PlanMismatchError, RuleError
 from ..hardware_db.capability import Device
-from ..hardware_db.formats import get_format, keeps_wide, split_recipe
+from ..hardware_db.formats import get_format, is_static, keeps_wide, split_recipe
 from ..hardware_db.narrow_weights import stores_weights
 from ..hardware_db.schema import OpClass, recipe_accumulator
 from ..passes.keys import NodeKey
@@ -105,6 +105,8 @@ def _not_executed(decision: Decision, is_gemm: bool) -> str:
     natural = recipe_accumulator(decision.compute, decision.recipe)
     if decision.accumulate != natural:
         return f"{decision.compute} is accumulated in {natural}, not in {decision.accumulate}"
+    if is_static(decision.recipe) and (decision.static_range is None or decision.compute != "int8"):
+        return "static steps are for int8 and need a static_range, [smallest, largest] as calibration saw them"
     fmt = get_format(decision.compute)
     scaled = any(r.is_scaled for r in split_recipe(decision.recipe))
     if scaled and (fmt.storage_bits > 16 or decision.compute == "bf16"):

@@ -85,6 +85,6 @@ def decided(decision: Decision, candidate: Candidate) -> Decision:
     return decision.model_copy(
         update={
             "compute": candidate.compute, "recipe": candidate.recipe, "accumulate": candidate.accumulate,
-            "output": candidate.output,
+            "output": candidate.output, "static_range": candidate.static_range,
         }
     )  # fmt: skip

@@ -21,7 +21,8 @@ flavours); NVIDIA A100 whitepaper (tf32: fp32's exponent, 10 mantissa bits, stor
 
 **Recipe.** How scales are attached to a narrow format. A GEMM node has one per operand, written `lhs/rhs`. An operand
 whose recipe is `wide` is not rounded at all: `int8 wide/row` multiplies activations as they are traced by weights that
-are stored in int8, one scale a row, and widened as they are read.
+are stored in int8, one scale a row, and widened as they are read. One whose recipe is `static` has a scale and a zero
+point that calibration fixed, in steps of 7 bits (passes/static_steps.py).
 """
 
 from __future__ import annotations
@@ -293,7 +294,9 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType({r.name: r for r in _ALL_RECIPE
 
 WIDE = Recipe(name="wide", block=None, power_of_two=False)
 """The recipe of an operand that is not rounded; the other operand of its product is."""
-_OPERAND_RECIPES = MappingProxyType({**RECIPES, WIDE.name: WIDE})
+STATIC = Recipe(name="static", block=None, power_of_two=False)
+"""The recipe of an activation whose scale and zero point are fixed before it is known."""
+_OPERAND_RECIPES = MappingProxyType({**RECIPES, WIDE.name: WIDE, STATIC.name: STATIC})
 
 
 def get_recipe(name: str) -> Recipe:
@@ -311,7 +314,7 @@ def split_recipe(text: str) -> tuple[Recipe, Recipe]:
     Raises `UnknownRecipeError` when a part is no recipe or there are more than two parts.
     """
     parts = text.split("/")
-    if len(parts) > 2 or parts == [WIDE.name]:
+    if len(parts) > 2 or set(parts) <= {WIDE.name, STATIC.name}:
         raise UnknownRecipeError(text, RECIPES)
     left, right = (_operand_recipe(parts[i]) for i in (0, -1))
     return left, right
@@ -326,6 +329,11 @@ def _operand_recipe(name: str) -> Recipe:
 def keeps_wide(text: str) -> bool:
     """Whether a recipe leaves one of the operands unrounded: only weights are narrow."""
     return WIDE in split_recipe(text)
+
+
+def is_static(text: str) -> bool:
+    """Whether a recipe fixes an operand's steps before it is known."""
+    return STATIC in split_recipe(text)
 
 
 def join_recipe(lhs: Recipe | str, rhs: Recipe | str) -> str:

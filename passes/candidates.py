@@ -25,7 +25,7 @@ from typing import cast
 from torch import fx
 
 from ..hardware_db.capability import Device, Verdict
-from ..hardware_db.formats import get_format, keeps_wide, split_recipe
+from ..hardware_db.formats import get_format, is_static, keeps_wide, split_recipe
 from ..hardware_db.narrow_weights import stores_weights
 from ..hardware_db.schema import OpClass, natural_accumulator, recipe_accumulator
 from .cost import format_of
@@ -61,6 +61,7 @@ STORED_CLASSES = frozenset({"pointwise", "norm", "softmax", "embedding"})
 _RAW_CONTRACTION = 16
 _IN_FP16 = {"fp16": ("lhs", "rhs", "out"), "fp16:wide/none": ("rhs",)}
 """Which tensors of a product these ways hold in fp16 without a scale."""
+_NO_RANGE = Reason(code="unscored", text="calibration saw no range of the activations, which static steps reach over")
 _FP16_LIMIT = get_format("fp16").max / 2
 
 
@@ -68,7 +69,8 @@ _FP16_LIMIT = get_format("fp16").max / 2
 class Way:
     """One way to compute and store a node: a candidate without its price.
 
-    `recipe` is in the order of the node's operands, `activation` the recipe of the operands that are no parameters.
+    `recipe` is in the order of the node's operands, `activation` the recipe of the operands that are no parameters;
+    `static_range` is what its static steps reach over.
     """
 
     label: str
@@ -79,6 +81,7 @@ class Way:
     output: str
     drift: float | None = None
     measured: bool = False
+    static_range: tuple[float, float] | None = None
     blocked: Reason | None = None
 
     @property
@@ -161,12 +164,11 @@ class _Finder:
             if not _is_narrower(name, traced):
                 continue
             refused = self._refused(node, key, traced, name)
-            rounded = [r for r in recipes if not keeps_wide(r)]
+            rounded = [r for r in recipes if not keeps_wide(r) and (not is_static(r) or self._packs(node, r, weights))]
             for recipe in rounded[:1] if refused else rounded:
                 yield self._way(node, key, traced, name, recipe, weights, refused)
-            if self._may_keep_wide(node, key, weights):
-                for recipe in (r for r in recipes if keeps_wide(r)):
-                    yield self._way(node, key, traced, name, recipe, weights, self._refused_weight(key, name))
+            for recipe in (r for r in recipes if keeps_wide(r) and self._packs(node, r, weights)):
+                yield self._way(node, key, traced, name, recipe, weights, self._refused_weight(key, name))
 
     def _way(
         self, node: fx.Node, key: NodeKey, traced: str, name: str, recipe: str, weights: list[bool],
@@ -176,6 +178,7 @@ class _Finder:
         score = self._score(key, text, node)
         activation, weight = (r.name for r in split_recipe(recipe))
         in_order = "/".join(weight if is_weight else activation for is_weight in weights)
+        reach = self._reach(key) if is_static(recipe) else None
         return Way(
             label=text,
             compute=name,
@@ -185,17 +188,26 @@ class _Finder:
             output=traced,
             drift=score.drift if score else None,
             measured=score is not None and score.measured,
+            static_range=reach,
             blocked=refused
             or _no_recipe(node, recipe)
+            or (_NO_RANGE if is_static(recipe) and reach is None else None)
             or (self._raw_input(node) if score is None or not score.measured else None)
             or _overflow(self._known(key), text, *_IN_FP16.get(text, ()))
             or self._unscored(text, score),
         )
 
-    def _may_keep_wide(self, node: fx.Node, key: NodeKey, weights: list[bool]) -> bool:
-        """Whether a product's weight alone may be narrow: a linear of a forward pass that nobody trains."""
-        fits = not self.joint and key.op == "linear" and _traced(node) == "fp32" and takes_recipe(node, "wide/row")
-        return fits and has_one_weight(weights) and bool(self.device.profile.weights)
+    def _packs(self, node: fx.Node, recipe: str, weights: list[bool]) -> bool:
+        """Whether a product is one whose weight may be packed once: in a forward pass that nobody trains."""
+        if self.joint or _traced(node) != "fp32" or not has_one_weight(weights):
+            return False
+        return takes_recipe(node, recipe) and bool(self.device.profile.weights)
+
+    def _reach(self, key: NodeKey) -> tuple[float, float] | None:
+        """The smallest and largest value that calibration saw of the activations."""
+        known = self._known(key)
+        seen = known.ranges.get("lhs") if known is not None else None
+        return None if seen is None else seen.ends
 
     def _refused_weight(self, key: NodeKey, name: str) -> Reason | None:
         """Why a linear's weights may not be stored in a format."""
@@ -359,8 +371,6 @@ def _offered(device: Device) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, recipe in sorted(SCORED_ARITHMETIC, key=lambda pair: -get_format(pair[0]).storage_bits):
         if name.startswith("fp8_") and recipe == "mx32/mx32" and name not in device.profile.mx_formats:
-            continue
-        if recipe == "tensor/row" and device.kind != "cpu":  # GPUs scale rows of activations as fast as whole tensors
             continue
         found.setdefault(name, []).append(recipe)
     return found

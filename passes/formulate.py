@@ -91,6 +91,7 @@ def _candidates(node: NodeWays, model: ProgramCosts, roofline: Roofline) -> list
             time_us=model.node_time(node, way),
             drift=way.drift,
             measured=way.measured,
+            static_range=way.static_range,
             saved_bytes=saved[way.output],
             blocked=way.blocked,
         )

@@ -131,15 +131,13 @@ def scaling(node: fx.Node, position: int, recipe: str) -> tuple[str, int]:
 def takes_recipe(node: fx.Node, recipe: str) -> bool:
     """Whether a GEMM's operands can be scaled by a recipe (`activation/weight`): attention and products that are summed
     over no single axis as whole tensors only, convolutions also by rows, the rest by any blocks along the sum.
-    Activations stay wide in products of two matrices alone."""
+    Activations stay wide in products of two matrices alone; in static steps there or in forward convolutions."""
     names = {r.name for r in split_recipe(recipe)}
     if names <= {"none", "tensor"}:
         return True
-    if "wide" in names:
-        return node_op(node) in ("aten.mm", "aten.addmm")
+    if names & {"wide", "static"}:
+        return node_op(node) in ("aten.mm", "aten.addmm", *(() if "wide" in names else ("aten.convolution",)))
     op = GEMM_OPS[node_op(node)]
-    if op.kind == "conv" and not op.backward:
-        return names <= {"tensor", "row"}
     if op.kind == "conv":
         return names == {"row"} and not (op.backward and written_gradients(node) == (True, True))
     return op.kind != "sdpa" and all(axis is not None for _, axis in operand_slots(node))

@@ -150,6 +150,9 @@ class _Legalizer:
                 recipe = recipes[position] if position < 2 else recipes[0]
                 if recipe == "wide":
                     continue
+                if recipe == "static":
+                    args[index] = self._static(operand, decision)
+                    continue
                 args[index] = self.forms.rounded(operand, decision.compute, *scaling(node, position, recipe))
         output = DTYPES[decision.output]
         if natively and node_op(node) in _UNFUSED:
@@ -167,6 +170,12 @@ class _Legalizer:
             target, args = _WIDE_RESULT[node_op(node)].dtype, [*args, output]
         fresh = self.forms.call(target, tuple(args), kwargs, after=None, before=node, like=node)
         self._hand_over(node, fresh, output, traced)
+
+    def _static(self, operand: fx.Node, decision: Decision) -> fx.Node:
+        """An operand rounded to the steps that reach over the decision's range."""
+        assert decision.static_range is not None
+        target = torch.ops.dsmp.fake_quantize_static.default
+        return self.forms.call(target, (operand, *decision.static_range), {}, after=operand, like=operand)
 
     def _unfused(self, node: fx.Node, args: list[Any], output: torch.dtype, traced: torch.dtype) -> None:
         """A narrow product with its bias added in the traced dtype: the bias is not rounded, nor the sum twice."""

@@ -25,7 +25,17 @@ from .budget_text import parse_budget, parse_memory
 from .files import write_atomically
 from .keys import NodeKey, Phase
 from .mesh_plan import MeshPlan
-from .plan_fields import GEMM_CLASSES, STORED_FORMATS, FormatName, KeyText, PlanModel, Reason, RecipeName, StoredName
+from .plan_fields import (
+    GEMM_CLASSES,
+    STORED_FORMATS,
+    FormatName,
+    KeyText,
+    PlanModel,
+    Reason,
+    RecipeName,
+    StaticRange,
+    StoredName,
+)
 from .program import Program, Solution
 from .solve import Solved, force, solve_program
 
@@ -37,7 +47,8 @@ class Decision(PlanModel):
 
     `traced` is the format in which the model was written. `compute` is the format of the operands that are multiplied
     (or of the arithmetic, for other nodes), `recipe` how their scales are attached (`lhs/rhs`), `accumulate` the
-    format of the running sum, `output` the format in which the result is stored.
+    format of the running sum, `output` the format in which the result is stored. `static_range` is the smallest and the
+    largest value that an operand with static steps was seen to take.
     """
 
     key: KeyText
@@ -53,14 +64,15 @@ class Decision(PlanModel):
     recipe: RecipeName = "none"
     accumulate: FormatName
     output: StoredName
+    static_range: StaticRange = None
     reason: Reason
     time_us: dict[FormatName, float]
     sensitivity: dict[FormatName, float] | None = None
 
     def same_formats(self, other: Decision) -> bool:
         """Whether another decision asks for the same formats and recipe."""
-        mine = (self.compute, self.recipe, self.accumulate, self.output)
-        return mine == (other.compute, other.recipe, other.accumulate, other.output)
+        mine = (self.compute, self.recipe, self.accumulate, self.output, self.static_range)
+        return mine == (other.compute, other.recipe, other.accumulate, other.output, other.static_range)
 
 
 class Rule(PlanModel):
@@ -179,7 +191,7 @@ class PrecisionPlan(PlanModel):
     @cached_property
     def digest(self) -> str:
         """A hash of the decisions: two plans with one digest compile to the same graph."""
-        formats = [[d.key, d.compute, d.recipe, d.accumulate, d.output] for d in self.nodes]
+        formats = [[d.key, d.compute, d.recipe, d.accumulate, d.output, *(d.static_range or ())] for d in self.nodes]
         text = json.dumps([SCHEMA, self.hardware, formats])
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -255,8 +267,8 @@ def follow(decisions: Iterable[Decision], program: Program, solved: Solved) -> l
                     drifts[name] = min(c.drift, drifts.get(name, math.inf))
             changed = {
                 "compute": chosen.compute, "recipe": chosen.recipe, "accumulate": chosen.accumulate,
-                "output": chosen.output, "bytes": chosen.bytes, "reason": solved.reasons[d.key],
-                "time_us": times, "sensitivity": drifts or None,
+                "output": chosen.output, "static_range": chosen.static_range, "bytes": chosen.bytes,
+                "reason": solved.reasons[d.key], "time_us": times, "sensitivity": drifts or None,
             }  # fmt: skip
             d = d.model_copy(update=changed)
         elif d.op == "view" and (sources := program.reads.get(d.key)) and sources[0] in stored:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 
 from ..errors import DsmpError
 from ..hardware_db.formats import get_format, split_recipe
@@ -48,10 +48,27 @@ RecipeName = Annotated[str, AfterValidator(_known_recipe)]
 KeyText = Annotated[str, AfterValidator(_known_key)]
 
 
+def _a_range(ends: tuple[float, float] | None) -> tuple[float, float] | None:
+    if ends is not None and ends[0] > ends[1]:
+        raise ValueError(f"a range goes from its smallest to its largest value, not from {ends[0]:g} to {ends[1]:g}")
+    return ends
+
+
+StaticRange = Annotated[tuple[float, float] | None, AfterValidator(_a_range)]
+
+
 class PlanModel(BaseModel):
     """Base of everything in a plan file: no unknown fields, no NaN, no change after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_serializer(mode="wrap")
+    def _without_absent_ranges(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Only what has static steps has a range to write down."""
+        data: dict[str, Any] = handler(self)
+        if data.get("static_range", 0) is None:
+            del data["static_range"]
+        return data
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy with other values, which remembers nothing that was computed from the old ones."""

@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from .assignment import Assignment, AssignmentProblem, SharedCast, Totals, totals_of
-from .plan_fields import FormatName, KeyText, PlanModel, Reason, RecipeName, StoredName
+from .plan_fields import FormatName, KeyText, PlanModel, Reason, RecipeName, StaticRange, StoredName
 
 DriftKind = Literal["kl", "bernoulli", "l2", "gradients"]
 Cost = Literal["roofline", "bits"]
@@ -34,8 +34,8 @@ class Candidate(PlanModel):
     """One way to compute and store a node. `label` is the same text wherever the same way is meant.
 
     `drift` is None where nothing was measured (the candidate is then blocked), `measured` tells a drift that was
-    measured with the format's own rounding from one that was estimated from gradients and step sizes. `blocked` says
-    why the candidate may not be chosen.
+    measured with the format's own rounding from one that was estimated from gradients and step sizes. `static_range` is
+    what static steps of the activations reach over. `blocked` says why the candidate may not be chosen.
     """
 
     label: str
@@ -48,6 +48,7 @@ class Candidate(PlanModel):
     drift: float | None = Field(default=None, ge=0)
     measured: bool = False
     saved_bytes: int = Field(default=0, ge=0)
+    static_range: StaticRange = None
     blocked: Reason | None = None
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..hardware_db.formats import get_format
+from .static_steps import TOP
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +90,8 @@ class Spread:
         if recipe == "wide":
             return 0.0
         fmt = get_format(compute)
+        if recipe == "static":  # a range on one side of 0 has finer steps
+            return self.by_tensor * (2 / TOP) ** 2 / 12
         scaled = {"none": self.plain * fmt.max**2, "tensor": self.by_tensor}.get(recipe, self.by_row) / fmt.max**2
         if fmt.kind == "int":
             return scaled / 12

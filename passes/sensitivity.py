@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..hardware_db.formats import keeps_wide, split_recipe
+from ..hardware_db.formats import is_static, keeps_wide, split_recipe
 from .differentiable import run
 from .drift import Metric
 from .gemm import gemm_op, operand_slots, scaling, takes_recipe
@@ -45,6 +45,7 @@ from .regions import rounds_for_others
 from .rounding_noise import Rows, Spread
 from .rounding_ops import fake_quantize_op
 from .sample_layout import Layout, find_layouts
+from .static_steps import rounded_over_own_range
 
 SCORED_ARITHMETIC: tuple[tuple[str, str], ...] = (
     ("tf32", "none"),
@@ -54,7 +55,6 @@ SCORED_ARITHMETIC: tuple[tuple[str, str], ...] = (
     *((f, r) for f in ("fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz", "fp8_e5m2fnuz")
       for r in ("tensor/tensor", "row/row", "1x128/128x128", "mx32/mx32")),
     ("int8", "row/row"),
-    ("int8", "tensor/row"),
     ("int8", "tensor/tensor"),
     ("fp6_e2m3", "mx32/mx32"),
     ("fp6_e3m2", "mx32/mx32"),
@@ -62,6 +62,7 @@ SCORED_ARITHMETIC: tuple[tuple[str, str], ...] = (
     ("int4", "1x128/1x128"),
     ("fp16", "wide/none"),
     ("int8", "wide/row"),
+    ("int8", "static/row"),
     ("int4", "wide/1x128"),
 )  # fmt: skip
 """Formats and recipes (activation/weight) that every GEMM is scored for."""
@@ -211,7 +212,7 @@ class _Batch:
         if not sums.scored:
             sums.scored = frozenset(
                 (f, r) for f, r in SCORED_ARITHMETIC
-                if takes_recipe(node, r) and (not keeps_wide(r) or has_one_weight(is_weight))
+                if takes_recipe(node, r) and (not (keeps_wide(r) or is_static(r)) or has_one_weight(is_weight))
             )  # fmt: skip
             sums.lhs_is_weight, sums.rhs_is_weight = is_weight[0], len(is_weight) > 1 and is_weight[1]
         for place, (index, axis) in enumerate(slots):
@@ -298,6 +299,9 @@ def round_operands(
         name = recipes[1 if is_weight[position] else 0].name
         if name == "wide":
             continue
+        if name == "static":
+            rounded[index] = rounded_over_own_range(args[index].detach())
+            continue
         rounded[index] = fake_quantize_op(args[index].detach(), compute, *scaling(node, position, name))
     return rounded
 
@@ -354,3 +358,6 @@ def _see(ranges: dict[str, Range], name: str, value: Tensor, maxima: Tensor | No
         largest = float(maxima.max())
         if largest > ranges[name].absmax and math.isfinite(largest):
             ranges[name] = ranges[name].model_copy(update={"absmax": largest})
+        if name == "lhs":  # what static steps have to reach over
+            low, high = (float(end) for end in torch.aminmax(value.detach()))
+            ranges[name] = ranges[name].reaching(low, high)
