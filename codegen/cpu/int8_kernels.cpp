@@ -6,7 +6,7 @@ namespace dsmp_int8 {
 namespace {
 
 constexpr int64_t kTiles = 12;   // of pixels, which share one pass over a block's weights
-constexpr int64_t kChunk = 32;   // pixels of a depthwise pass
+constexpr int64_t kNear = 16384;  // bytes that the pixels of a depthwise pass read, to stay in the first cache
 
 // Calls take(first pixel, how many, its row, its column) for runs of output pixels within one row.
 template <typename Take>
@@ -118,12 +118,22 @@ struct Dense {
 
 template <int A, int R, bool Bytes>
 struct Depthwise {
-  static void pixels(const Call& c, const uint8_t* const* table, int64_t p, int64_t end, const Block& b) {
-    const int64_t even = up(c.s.area(), 2), offset = b.count == kChannels ? b.channel : 0;
-    for (; p < end; ++p, table += even) {
-      const Sums sums = depthwise_products(table, even / 2, offset, static_cast<const int16_t*>(b.w), b.start);
-      finish<A, R, Bytes>(sums, b.channel, b.count, residual_of<R>(c, p), result_of<Bytes>(c, p), c.f);
-    }
+  // Pixels from a table of pointers to their taps, which point at the block's channels but for `offset`.
+  static void pixels(const Call& c, const uint8_t* const* table, int64_t offset, int64_t p, int64_t end, const Block& b) {
+    const int64_t even = up(c.s.area(), 2);
+    for (; p < end; ++p, table += even) one(c, [&](int64_t t) { return table[t] + offset; }, p, b);
+  }
+
+  // Pixels whose taps all lie inside the image, `distances` from the first one, which is at `x`.
+  static void inside(const Call& c, const uint8_t* x, const int64_t* distances, int64_t p, int64_t end, const Block& b) {
+    const int64_t step = c.s.sw * c.s.channels;
+    for (; p < end; ++p, x += step) one(c, [&](int64_t t) { return x + distances[t]; }, p, b);
+  }
+
+  template <typename Taps>
+  static void one(const Call& c, const Taps& taps, int64_t p, const Block& b) {
+    const Sums sums = depthwise_products(taps, up(c.s.area(), 2) / 2, static_cast<const int16_t*>(b.w), b.start);
+    finish<A, R, Bytes>(sums, b.channel, b.count, residual_of<R>(c, p), result_of<Bytes>(c, p), c.f);
   }
 };
 
@@ -183,23 +193,45 @@ void dense(const Call& c, int64_t first_tile, int64_t last_tile) {
 
 void depthwise(const Call& c, int64_t first_row, int64_t last_row) {
   const Shape& s = c.s;
-  const int64_t even = up(s.area(), 2), last = last_row * s.ow, count = std::min<int64_t>(kChannels, s.out);
-  std::vector<const uint8_t*> table(kChunk * even, c.outside);
-  std::vector<uint8_t> few(count < kChannels ? kChunk * even * kChannels : 0);
-  for (int64_t begin = first_row * s.ow; begin < last; begin += kChunk) {
-    const int64_t end = std::min(begin + kChunk, last);
-    locate(c, begin, end, 0, table.data(), [even](int64_t p, int64_t tap) { return p * even + tap; });
-    for (size_t i = 0; i * kChannels < few.size(); ++i) {  // never read beyond the last pixel
-      uint8_t* to = few.data() + i * kChannels;
-      if (table[i] != to) copy(to, table[i], count);
-      table[i] = to;
-    }
-    for (int64_t b = 0; b < up(s.out, kChannels) / kChannels; ++b) {
-      const int64_t channel = first_channel(b, s.out);
-      alignas(32) int32_t start[kChannels] = {};
-      std::memcpy(start, c.start + channel, count * sizeof(int32_t));
-      const Block block = {reinterpret_cast<const int16_t*>(c.w) + b * kChannels * even, start, channel, count};
-      chosen<Depthwise>(c, [&](auto kind) { decltype(kind)::pixels(c, table.data(), begin, end, block); });
+  const int64_t even = up(s.area(), 2), count = std::min<int64_t>(kChannels, s.out);
+  const int64_t chunk = std::max<int64_t>(4, std::min<int64_t>(32, kNear / (s.channels * s.kh * s.sw)));
+  std::vector<const uint8_t*> table(chunk * even, c.outside);
+  std::vector<uint8_t> few(count < kChannels ? chunk * even * kChannels : 0);
+  std::vector<int64_t> distances(even);  // the odd one out reads the first tap and is multiplied by 0
+  for (int64_t t = 0; t < s.area(); ++t)
+    distances[t] = (t / s.kw * s.dh * s.width + t % s.kw * s.dw) * s.channels;
+  // columns whose taps all lie inside the image
+  const int64_t left = (s.pw + s.sw - 1) / s.sw, reach = s.width - 1 - (s.kw - 1) * s.dw + s.pw;
+  const int64_t right = reach < 0 ? 0 : std::min(s.ow, reach / s.sw + 1);
+  for (int64_t row = first_row; row < last_row; ++row) {
+    const int64_t top = row % s.oh * s.sh - s.ph;
+    const bool whole = few.empty() && top >= 0 && top + (s.kh - 1) * s.dh < s.height;
+    const uint8_t* line = c.x + (row / s.oh * s.height + top) * s.width * s.channels;
+    for (int64_t column = 0; column < s.ow;) {
+      const bool inside = whole && column >= left && column < right;
+      const int64_t stop = inside ? right : whole && column < left ? std::min(left, s.ow) : s.ow;
+      const int64_t next = std::min(stop, column + chunk), begin = row * s.ow + column, end = row * s.ow + next;
+      if (!inside) locate(c, begin, end, 0, table.data(), [even](int64_t p, int64_t tap) { return p * even + tap; });
+      for (size_t i = 0; i * kChannels < few.size(); ++i) {  // never read beyond the last pixel
+        uint8_t* to = few.data() + i * kChannels;
+        if (table[i] != to) copy(to, table[i], count);
+        table[i] = to;
+      }
+      for (int64_t b = 0; b < up(s.out, kChannels) / kChannels; ++b) {
+        const int64_t channel = first_channel(b, s.out);
+        alignas(32) int32_t start[kChannels] = {};
+        std::memcpy(start, c.start + channel, count * sizeof(int32_t));
+        const Block block = {reinterpret_cast<const int16_t*>(c.w) + b * kChannels * even, start, channel, count};
+        chosen<Depthwise>(c, [&](auto kind) {
+          if (inside) {
+            const uint8_t* first = line + (column * s.sw - s.pw) * s.channels + channel;
+            decltype(kind)::inside(c, first, distances.data(), begin, end, block);
+          } else {
+            decltype(kind)::pixels(c, table.data(), channel, begin, end, block);
+          }
+        });
+      }
+      column = next;
     }
   }
 }

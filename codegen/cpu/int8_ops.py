@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -58,12 +59,20 @@ def steps_of(low: float, high: float) -> Steps:
     return Steps(scale, round(-low / scale))
 
 
-@functools.cache
+_lock = threading.Lock()
+
+
 def int8_operators() -> Verdict:
     """Whether the operators are there: builds and loads them at the first call, and tells compilers their shapes.
 
     A process that runs a compiled graph from a cache calls this before, as nothing else loads the operators there.
     """
+    with _lock:
+        return _loaded()
+
+
+@functools.cache
+def _loaded() -> Verdict:
     verdict = cpu_operators()
     if verdict.ok:
         for name, fake in _FAKES.items():

@@ -56,13 +56,13 @@ inline void products(const uint8_t* const* rows, int64_t taps, int64_t depth, co
     for (int v = 0; v < 2; ++v) sums[r].part[v] = total[r][v];
 }
 
-// Sums of 16 channels from `channel` on, each with weights of its own.
-inline Sums depthwise_products(const uint8_t* const* taps, int64_t pairs, int64_t channel, const int16_t* w,
-                               const int32_t* start) {
+// Sums of 16 channels, each with weights of its own; taps(t) points at the first channel of tap t, of an even number.
+template <typename Taps>
+inline Sums depthwise_products(const Taps& taps, int64_t pairs, const int16_t* w, const int32_t* start) {
   __m256i low = _mm256_setzero_si256(), high = _mm256_setzero_si256();
   for (int64_t p = 0; p < pairs; ++p) {
-    const auto* first = reinterpret_cast<const __m128i*>(taps[2 * p] + channel);
-    const auto* second = reinterpret_cast<const __m128i*>(taps[2 * p + 1] + channel);
+    const auto* first = reinterpret_cast<const __m128i*>(taps(2 * p));
+    const auto* second = reinterpret_cast<const __m128i*>(taps(2 * p + 1));
     const __m256i a = _mm256_cvtepu8_epi16(_mm_loadu_si128(first)), b = _mm256_cvtepu8_epi16(_mm_loadu_si128(second));
     const auto* pair = reinterpret_cast<const __m256i*>(w + 32 * p);
     low = _mm256_add_epi32(low, _mm256_madd_epi16(_mm256_unpacklo_epi16(a, b), _mm256_loadu_si256(pair)));
@@ -94,8 +94,8 @@ inline void products(const uint8_t* const* rows, int64_t taps, int64_t depth, co
       }
 }
 
-inline Sums depthwise_products(const uint8_t* const* taps, int64_t pairs, int64_t channel, const int16_t* w,
-                               const int32_t* start) {
+template <typename Taps>
+inline Sums depthwise_products(const Taps& taps, int64_t pairs, const int16_t* w, const int32_t* start) {
   static constexpr int order[4] = {0, 8, 4, 12};
   Sums sums;
   std::memcpy(sums.part, start, sizeof(sums.part));
@@ -103,7 +103,7 @@ inline Sums depthwise_products(const uint8_t* const* taps, int64_t pairs, int64_
     for (int part = 0; part < 4; ++part)
       for (int c = 0; c < 4; ++c)
         for (int t = 0; t < 2; ++t)
-          sums.part[order[part] + c] += static_cast<int32_t>(taps[2 * p + t][channel + order[part] + c]) *
+          sums.part[order[part] + c] += static_cast<int32_t>(taps(2 * p + t)[order[part] + c]) *
                                         w[32 * p + 8 * part + 2 * c + t];
   return sums;
 }

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dsmp.codegen.cpu.int8_graph import Lowered, lower_int8, why_not
 from dsmp.codegen.cpu.int8_ops import Steps, int8_operators, steps_of
 from dsmp.compiler.tracing import compile_eagerly
-from dsmp.passes.graph import calls
+from dsmp.passes.graph import calls, concrete
 
 needs_operators = pytest.mark.skipif(not int8_operators().ok, reason=int8_operators().reason)
 
@@ -37,7 +37,7 @@ def steps_for(gm: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, Steps]
     """The steps of all convolutions and linears on one batch."""
     with torch.no_grad(), _disable_current_modes():
         ranges = Ranges(gm)
-        ranges.run(*inputs)
+        ranges.run(*(concrete(x) if isinstance(x, torch.SymInt) else x for x in inputs))
     return ranges.steps
 
 

@@ -267,3 +267,16 @@ def test_inductor_runs_the_same_graph(kind: type[nn.Module]) -> None:
     for a, b in zip(*((r if isinstance(r, tuple) else (r,)) for r in (inductor(x), eager(x))), strict=True):
         assert relative(a, b) < 1e-2 and a.stride() == b.stride()
     assert isinstance(inductor.graph, fx.GraphModule) and CONVOLUTION in inductor.targets()
+
+
+@needs_operators
+def test_batches_of_any_size() -> None:
+    torch.manual_seed(0)
+    model, x = Flattened().eval(), torch.randn(6, 3, 8, 8)
+    torch._dynamo.mark_dynamic(x, 0)
+    int8 = Int8(model)
+    whole = int8(x)
+    graph = int8.graph
+    for n in (2, 5):
+        assert torch.equal(int8(x[:n].clone())[1], whole[1][:n])
+    assert int8.graph is graph  # compiled once
