@@ -28,9 +28,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from bench.table import Row, show
 from dsmp.codegen.cpu.int8_graph import lower_int8, why_not
-from dsmp.codegen.cpu.int8_ops import Steps, int8_operators, steps_of
+from dsmp.codegen.cpu.int8_ops import int8_operators
 from dsmp.codegen.cpu.packs import clear, packed_bytes
 from dsmp.compiler.tracing import compile_eagerly
+from dsmp.passes.static_steps import Steps, steps_of
 
 Call = Callable[[], Tensor]
 

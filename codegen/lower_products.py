@@ -27,13 +27,17 @@ from ..passes.graph import aten, calls, float_dtype, node_op, shape_of, value_of
 from ..passes.insertion import insert_call
 from ..passes.keys import key_of
 from ..passes.plan import Decision
+from ..passes.static_steps import Steps, steps_of
 from ..passes.workload import gemm_shape, tensor_of
 from .audit import Entry, Ran
+from .cpu.int8_graph import lower_int8, why_not
 from .fuse_quantise import fuse_gates
 from .half_ops import HALF_OPS
 from .narrow_operands import CASTS, NarrowOperands
 from .registry import PRODUCTS, SIMULATION, Choice, Product, choose, forced_name
 from .tf32_ops import TF32_OPS
+
+_ROUNDINGS = ("dsmp.fake_quantize", "dsmp.fake_quantize_static")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +101,8 @@ def lower_products(
         entries.append(_lower(node, decision, lowering, lowerer, decision.key in simulated))
     lowerer.finish(lowerer.replaced)
     fuse_gates(lowerer)
+    if lowerer.static:
+        lower_int8(gm, lowerer.static)
     return entries
 
 
@@ -113,6 +119,8 @@ def _lower(node: fx.Node, decision: Decision, how: Lowering, lowerer: _Lowerer, 
         forced = how.forced if how.interpret else {}
         able = choose(product, how.device, forced=forced, without=how.without, kinds=how.kinds)
     implementation = able.implementation
+    if implementation.name == "cpu_int8" and lowerer.make_static(node, decision):
+        return Entry.of(decision, implementation.name, Ran.NATIVE, able.reason)
     replace = _BUILDERS.get(implementation.name)
     if replace is not None and lowerer.replace(node, product, replace):
         if how.interpret:
@@ -149,6 +157,21 @@ class _Lowerer(NarrowOperands):
     def __init__(self, gm: fx.GraphModule, parameters: frozenset[fx.Node]) -> None:
         super().__init__(gm, parameters)
         self.replaced: list[fx.Node] = []
+        self.static: dict[fx.Node, Steps] = {}
+
+    def make_static(self, node: fx.Node, decision: Decision) -> bool:
+        """Note a product of int8 in static steps, its operands as they were before they were rounded; False, with
+        nothing changed, where the int8 operators cannot take it."""
+        rounded = node.args
+        for index, _ in operand_slots(node):
+            operand = rounded[index]
+            if isinstance(operand, fx.Node) and node_op(operand) in _ROUNDINGS:
+                node.update_arg(index, operand.args[0])
+        if why_not(node) or decision.static_range is None:
+            node.args = rounded
+            return False
+        self.static[node] = steps_of(*decision.static_range)
+        return True
 
     def replace(self, node: fx.Node, product: Product, build: _Builder) -> bool:
         """Replace a product by what `build` makes of it; False where that cannot be."""

@@ -14,8 +14,9 @@ from fnmatch import fnmatchcase
 
 from ..errors import InvalidOptionError, KernelUnavailableError, did_you_mean
 from ..hardware_db.capability import Device, Verdict
-from ..hardware_db.formats import get_format, keeps_wide, split_recipe
+from ..hardware_db.formats import get_format, is_static, keeps_wide, split_recipe
 from ..hardware_db.work import GemmShape, Work
+from .cpu.int8_ops import int8_operators
 from .cpu.narrow_linear import narrow_linear_available
 from .half_ops import HALF_OPS
 from .kernels.block_gemm import block_gemm_available
@@ -227,6 +228,16 @@ def _cpu_narrow_linear(product: Product, device: Device) -> Verdict:
     return narrow_linear_available(product.compute, next(r for r in recipes if r != "wide"))
 
 
+def _cpu_int8(product: Product, device: Device) -> Verdict:
+    if device.kind != "cpu" or product.aten not in ("aten.mm", "aten.addmm", "aten.convolution"):
+        return _no("it is for linears and convolutions on CPUs")
+    if product.compute != "int8" or product.recipes != {"static", "row"}:
+        return _no(
+            f"it multiplies int8 with static activations (static/row), not {product.compute} by {product.recipe}"
+        )
+    return int8_operators()
+
+
 def _simulation(product: Product, device: Device) -> Verdict:
     return Verdict(True, "operands are rounded as planned and multiplied in fp32")
 
@@ -234,8 +245,8 @@ def _simulation(product: Product, device: Device) -> Verdict:
 # torch: the operator itself (cuBLAS, cuDNN, hipBLASLt, MIOpen, fused attention). torch_scaled_mm: torch._scaled_mm
 # (cuBLASLt, CUTLASS, hipBLASLt). torch_half_mm: mm of scaled fp16 operands. torch_half_op: a convolution or fused
 # attention of scaled fp16 operands. torch_tf32: one that may use tf32, for one node alone. cpu_narrow_linear: linears
-# with narrow weights alone. triton_*: the families in
-# kernels/. simulation: operands rounded exactly, then torch's operator in fp32.
+# with narrow weights alone. cpu_int8: linears and convolutions of int8 whose activations have static steps. triton_*:
+# the families in kernels/. simulation: operands rounded exactly, then torch's operator in fp32.
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Implementation(name="torch", kind="library", available=_torch_operator, share=1.0),
     Implementation(name="torch_scaled_mm", kind="library", available=_torch_scaled_mm, share=1.0),
@@ -243,6 +254,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Implementation(name="torch_half_op", kind="library", available=_torch_half_op, share=1.0),
     Implementation(name="torch_tf32", kind="library", available=_torch_tf32, share=1.0),
     Implementation(name="cpu_narrow_linear", kind="library", available=_cpu_narrow_linear, share=1.0),
+    Implementation(name="cpu_int8", kind="library", available=_cpu_int8, share=1.0),
     Implementation(name="triton_gemm", kind="triton", available=_triton_gemm, share=0.9),
     Implementation(name="triton_block_gemm", kind="triton", available=_triton_block_gemm, share=0.8),
     Implementation(name="triton_mx_gemm", kind="triton", available=_triton_mx_gemm, share=0.8),
@@ -323,6 +335,8 @@ def choose(
 
 def _is_about(name: str, product: Product) -> bool:
     """Whether an implementation's refusal tells a reader something: it is the one made for such a product."""
+    if is_static(product.recipe):
+        return name == "cpu_int8"
     if product.op_class in ("conv", "sdpa"):
         if product.compute == "fp16" and product.recipes == {"tensor"}:
             return name == "torch_half_op"

@@ -105,8 +105,10 @@ def _not_executed(decision: Decision, is_gemm: bool) -> str:
     natural = recipe_accumulator(decision.compute, decision.recipe)
     if decision.accumulate != natural:
         return f"{decision.compute} is accumulated in {natural}, not in {decision.accumulate}"
-    if is_static(decision.recipe) and (decision.static_range is None or decision.compute != "int8"):
-        return "static steps are for int8 and need a static_range, [smallest, largest] as calibration saw them"
+    if is_static(decision.recipe):
+        fits = decision.compute == "int8" and {r.name for r in split_recipe(decision.recipe)} == {"static", "row"}
+        if decision.static_range is None or not fits:
+            return "static steps are for int8 by static/row, with a static_range, [smallest, largest] of calibration"
     fmt = get_format(decision.compute)
     scaled = any(r.is_scaled for r in split_recipe(decision.recipe))
     if scaled and (fmt.storage_bits > 16 or decision.compute == "bf16"):

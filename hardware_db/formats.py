@@ -314,7 +314,7 @@ def split_recipe(text: str) -> tuple[Recipe, Recipe]:
     Raises `UnknownRecipeError` when a part is no recipe or there are more than two parts.
     """
     parts = text.split("/")
-    if len(parts) > 2 or set(parts) <= {WIDE.name, STATIC.name}:
+    if len(parts) > 2 or parts == [WIDE.name]:
         raise UnknownRecipeError(text, RECIPES)
     left, right = (_operand_recipe(parts[i]) for i in (0, -1))
     return left, right

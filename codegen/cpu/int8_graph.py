@@ -20,7 +20,8 @@ from torch import fx
 
 from ...passes.graph import aten, node_op, value_of
 from ...passes.insertion import fake_result, insert_call
-from .int8_ops import Steps, int8_operators
+from ...passes.static_steps import Steps
+from .int8_ops import int8_operators
 from .int8_patterns import Fused, Pool, following_activation, fused, gated
 from .int8_patterns import max_pool as matched_pool
 

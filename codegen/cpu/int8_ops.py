@@ -28,36 +28,15 @@ clamp(rint(y / out_scale) + out_zero, 0, TOP); it lies in channels_last order.
 from __future__ import annotations
 
 import functools
-import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...hardware_db.capability import Verdict
 from .extension import cpu_operators
-
-TOP = 127
-"""The largest byte of a quantised activation."""
-
-
-class Steps(NamedTuple):
-    """How bytes stand for numbers: scale * (byte - zero)."""
-
-    scale: float
-    zero: int
-
-
-def steps_of(low: float, high: float) -> Steps:
-    """The finest steps whose bytes [0, TOP] reach from `low` to `high` and hold 0 exactly."""
-    low, high = min(low, 0.0), max(high, 0.0)
-    scale = (high - low) / TOP
-    if not scale > 0.0 or not math.isfinite(scale):
-        return Steps(1.0, 0)
-    return Steps(scale, round(-low / scale))
-
 
 _lock = threading.Lock()
 

@@ -12,9 +12,10 @@ from torch._inductor.compile_fx import compile_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dsmp.codegen.cpu.int8_graph import Lowered, lower_int8, why_not
-from dsmp.codegen.cpu.int8_ops import Steps, int8_operators, steps_of
+from dsmp.codegen.cpu.int8_ops import int8_operators
 from dsmp.compiler.tracing import compile_eagerly
 from dsmp.passes.graph import calls, concrete
+from dsmp.passes.static_steps import Steps, steps_of
 
 needs_operators = pytest.mark.skipif(not int8_operators().ok, reason=int8_operators().reason)
 

@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 
 from dsmp.codegen.cpu import int8_graph
 from dsmp.codegen.cpu.int8_graph import Lowered, lower_int8
-from dsmp.codegen.cpu.int8_ops import Steps, steps_of
 from dsmp.hardware_db.capability import Verdict
 from dsmp.passes.graph import node_op
+from dsmp.passes.static_steps import Steps, steps_of
 
 CONVOLUTION = "dsmp_cpu.int8_convolution"
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from int8_models import needs_operators
 from torch import Tensor
 
-from dsmp.codegen.cpu.int8_ops import TOP, Steps, steps_of
+from dsmp.passes.static_steps import TOP, Steps, steps_of
 
 pytestmark = needs_operators
 ops = torch.ops.dsmp_cpu
