@@ -238,6 +238,10 @@ void depthwise(const Call& c, int64_t first_row, int64_t last_row) {
 
 void quantise_row(const float* x, int64_t width, int64_t channels, int64_t pixel_stride, int64_t channel_stride,
                   const float* gate, float inverse, int32_t zero, uint8_t* out) {
+  if (channel_stride == 1 && pixel_stride == channels && gate == nullptr) {  // one row of numbers
+    channels *= width;
+    width = 1;
+  }
   if (channel_stride == 1) {
     for (int64_t p = 0; p < width; ++p, x += pixel_stride, out += channels) {
       int64_t k = 0;
