@@ -9,6 +9,7 @@ operators of each pass. What is read of the model's inputs counts with the first
     16 bits, wide     one more write: the conversion fuses into the kernel that computes the value; free where the value
                       is stored in that format
     of an input       read, write and launch
+    static steps      one write: who computes the value rounds it, knowing the steps before
 
 CPUs pack the 8-bit weights of a graph without a backward pass once: there they cost no conversion.
 
@@ -134,6 +135,8 @@ class Roofline(CostModel):
     def copy_time(self, copy: OperandCopy, stored: str | None) -> float:
         if stored is None and copy.format == copy.traced:
             return 0.0
+        if copy.recipe == "static":
+            return 1e6 * self.memory_time(storage_bytes(copy.format, copy.numel))
         if stored is None or copy.quantised:
             recipe = copy.recipe if copy.quantised else "none"
             return 1e6 * self.device.conversion_time(stored or copy.traced, copy.format, recipe, copy.numel)
