@@ -101,6 +101,48 @@ def test_the_formats_of_a_linear_layer(captured):
     assert "fnuz" in reason(qkv, "fp8_e4m3fnuz:tensor/tensor->bf16").text
 
 
+AVX2 = "epyc-7763"
+STEPS = reaching(lhs=4.0)["lhs"].model_copy(update={"low": -1.0, "high": 4.0})
+
+
+def test_weights_alone_are_narrow_on_cpus_where_nobody_trains():
+    model, x = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)), torch.randn(4, 256)
+    (graph,) = capture(model, (x,), training=False)
+    known = scores(["0|fprop|linear|0", "1|fprop|linear|0"], ranges={"lhs": STEPS})
+    found = ways(graph, AVX2, known)["0|fprop|linear|0"]
+    assert labels(found) == [
+        "fp32", "fp16:wide/none", "int8:row/row", "int8:tensor/tensor", "int8:static/row", "int8:wide/row",
+        "int4:wide/1x128",
+    ]  # fmt: skip
+    by_label = {w.label: w for w in found.ways}
+    assert by_label["int8:wide/row"].accumulate == "fp32" and by_label["int8:row/row"].accumulate == "int32"
+    assert by_label["int8:static/row"].static_range == (-1.0, 4.0) and by_label["int8:row/row"].static_range is None
+    (trained,) = capture(model, (x,), training=True)
+    narrow = [w.label for n in ways(trained, AVX2, known).values() for w in n.ways]
+    assert not any("wide" in label or "static" in label for label in narrow)
+    assert not any("wide" in w.label for w in ways(graph, "h800", known)["0|fprop|linear|0"].ways)
+
+
+def test_weights_beyond_fp16_and_activations_of_unknown_range_are_barred():
+    (graph,) = capture(nn.Sequential(*map(nn.Linear, (256, 256), (256, 9))), (torch.randn(4, 256),), training=False)
+    key = "0|fprop|linear|0"
+    found = ways(graph, AVX2, scores([key], ranges=reaching(rhs=40000.0, lhs=4.0)))[key]
+    assert reason(found, "fp16:wide/none").code == "overflow"
+    assert "range" in reason(found, "int8:static/row").text
+    assert "int8:wide/row" in labels(found)
+
+
+def _convolutions():
+    return nn.Sequential(nn.Conv2d(32, 32, 3), nn.Conv2d(32, 32, 3))
+
+
+def test_convolutions_keep_no_activations_wide():
+    (graph,) = capture(_convolutions(), (torch.randn(1, 32, 8, 8),), training=False)
+    key = "0|fprop|conv|0"
+    found = ways(graph, AVX2, scores([key], ranges={"lhs": STEPS}))[key]
+    assert "int8:static/row" in labels(found) and not any("wide" in w.label for w in found.ways)
+
+
 def test_hardware_that_scales_blocks_of_32_is_offered_them(captured):
     (graph,) = captured("wide").graphs
     blackwell = labels(ways(graph, "b200")["qkv|fprop|linear|0"])

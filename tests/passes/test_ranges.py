@@ -13,7 +13,7 @@ from dsmp.passes.rounding import round_to
 
 def test_counts_by_binade():
     seen = range_of(torch.tensor([0.0, 1.0, 1.5, -300.0, 1e-40, math.inf, math.nan]))
-    assert seen == Range(absmax=300.0, exponents={-127: 1, 0: 2, 8: 1}, zeros=1, nonfinite=2)
+    assert seen == Range(absmax=300.0, exponents={-127: 1, 0: 2, 8: 1}, zeros=1, nonfinite=2, low=-300.0, high=1.5)
     assert seen.count == 7
 
 
@@ -48,6 +48,13 @@ def test_scaling_to_the_top_of_a_format_saves_small_values():
 def test_merging_is_seeing_both():
     a, b = torch.randn(100), 1e3 * torch.randn(100)
     assert range_of(a).merged(range_of(b)) == range_of(torch.cat([a, b]))
+
+
+def test_the_ends_of_a_range_are_known_or_not():
+    seen = range_of(torch.tensor([-2.0, 1.0, 5.0]))
+    assert seen.ends == (-2.0, 5.0) and seen.reaching(-3.0, 1.0).ends == (-3.0, 5.0)
+    assert seen.reaching(math.nan, 9.0).ends == (-2.0, 5.0), "what is not finite is no end"
+    assert Range(absmax=1.0, exponents={}).ends is None and range_of(torch.zeros(0)).ends is None
 
 
 def test_other_dtypes_and_empty_tensors():
