@@ -147,9 +147,7 @@ def _why_left(layer: _Layer, users: Mapping[int, Sequence[str]]) -> str:
     if len(kinds) > 1:
         return "its products are planned in several ways"
     if type(module) not in (nn.Linear, nn.Conv2d):
-        return (
-            f"{type(module).__name__} is neither nn.Linear nor nn.Conv2d itself, and may read the weight in other ways"
-        )
+        return f"it is {type(module).__name__}, neither nn.Linear nor nn.Conv2d, and may read its weight in other ways"
     assert isinstance(module, (nn.Linear, nn.Conv2d))
     if not layer.places:
         return "it is the model itself, which cannot be replaced in place; put it into a module"

@@ -20,7 +20,7 @@ class _HeldWeight(nn.Module):
     """A weight of shape `size`, packed in `format` (held_weights.py) into buffers, and a bias [size[0]] or None.
 
     A state of this layer loads, and so does that of the layer that it stands for, whose weight is packed then. Raises
-    ReleasedTrainingError when set to training, ReleaseError when moved off the CPU or to another dtype.
+    ReleasedTrainingError when called in training mode, ReleaseError when moved off the CPU or to another dtype.
     """
 
     def __init__(self, layer: nn.Linear | nn.Conv2d, format: str, groups: int, steps: Steps) -> None:
@@ -30,7 +30,7 @@ class _HeldWeight(nn.Module):
         for name, made in zip(FORMATS[format], pack_weight(layer.weight, format, groups), strict=True):
             self.register_buffer(name, made)
         self.bias = None if layer.bias is None else nn.Parameter(layer.bias.detach(), requires_grad=False)
-        super().train(False)
+        self.training = layer.training
 
     @property
     def packed(self) -> list[Tensor]:
@@ -43,10 +43,10 @@ class _HeldWeight(nn.Module):
         wide: Tensor = torch.ops.dsmp.held_weight(self.packed, self.format, self.size, self.groups)
         return wide
 
-    def train(self, mode: bool = True) -> Self:
-        if mode:
+    def _check(self) -> None:
+        # not in `train`: an error there would leave the model half in training mode
+        if self.training:
             raise ReleasedTrainingError
-        return super().train(mode)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         probe = fn(torch.zeros(1))
@@ -55,7 +55,7 @@ class _HeldWeight(nn.Module):
                 f"a layer whose weight was released stays on the CPU in fp32; it cannot become {probe.dtype} on "
                 f"{probe.device.type}. Move or cast the model before dsmp.release_weights."
             )
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         weight = state_dict.get(f"{prefix}weight")
@@ -77,6 +77,7 @@ class HeldLinear(_HeldWeight):
         self.out_features, self.in_features = self.size
 
     def forward(self, x: Tensor) -> Tensor:
+        self._check()
         rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         args = (self.packed, self.bias, self.format, self.size, self.scale, self.zero)
         y: Tensor = torch.ops.dsmp.held_linear(rows, *args)
@@ -92,6 +93,7 @@ class HeldConv2d(_HeldWeight):
         self.stride, self.padding, self.dilation = list(layer.stride), list(layer.padding), list(layer.dilation)
 
     def forward(self, x: Tensor) -> Tensor:
+        self._check()
         how = (self.stride, self.padding, self.dilation, self.groups, self.scale, self.zero)
         y: Tensor = torch.ops.dsmp.held_convolution(x, self.packed, self.bias, self.size, *how)
         return y

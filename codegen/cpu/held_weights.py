@@ -44,7 +44,7 @@ def pack_weight(weight: Tensor, format: str, groups: int = 1) -> tuple[Tensor, .
 
 def is_held(node: Any, format: str = STATIC) -> bool:
     """Whether a node is a weight that is held packed in a format."""
-    return isinstance(node, fx.Node) and node_op(node) == "dsmp.held_weight" and node.args[1] == format
+    return isinstance(node, fx.Node) and node_op(node) == "dsmp.held_weight" and bool(node.args[1] == format)
 
 
 def _need_operators() -> None:
