@@ -55,7 +55,8 @@ class _HeldWeight(nn.Module):
                 f"a layer whose weight was released stays on the CPU in fp32; it cannot become {probe.dtype} on "
                 f"{probe.device.type}. Move or cast the model before dsmp.release_weights."
             )
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        applied: Self = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return applied
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         weight = state_dict.get(f"{prefix}weight")
@@ -63,7 +64,7 @@ class _HeldWeight(nn.Module):
             del state_dict[f"{prefix}weight"]
             made = pack_weight(weight.float(), self.format, self.groups)
             state_dict |= {f"{prefix}{name}": t for name, t in zip(FORMATS[self.format], made, strict=True)}
-        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
         return f"{'x'.join(map(str, self.size))}, {self.format}, bias={self.bias is not None}"

@@ -30,6 +30,9 @@ pytestmark = needs_operators
 SHARES = {"fp16": 0.55, "int8": 0.3, "int4": 0.17, "static": 0.3}
 """What is left of the bytes of a model of width 512: of its weights a half, a quarter or an eighth, and scales."""
 
+LAYER_BY_LAYER = {"fp16": 1e-5, "int8": 1e-5, "int4": 1e-5, "static": 0.05}
+"""How far a released model is from its compiled self, relative in L2: alone, static layers read residuals unrounded."""
+
 
 @pytest.fixture(autouse=True)
 def _no_gradients() -> Iterator[None]:
@@ -58,7 +61,7 @@ def test_numbers_stay(form: str, rows: int) -> None:
     report = dsmp.release_weights(model, plan)
     assert not report.left and len(report.released) == (4 if form == "static" else 2)
     assert torch.equal(run(model, plan, x), wanted)
-    assert (model(x) - wanted).norm() / wanted.norm() < (0.02 if form == "static" else 1e-5)
+    assert (model(x) - wanted).norm() / wanted.norm() < LAYER_BY_LAYER[form]
     assert not [n for n, _ in model.named_parameters() if n.endswith("up.weight")]
 
 
@@ -101,7 +104,7 @@ def test_numbers_stay_with_inductor(form: str) -> None:
         torch._dynamo.reset()
         plain = torch.compile(model, fullgraph=True)
         assert torch.allclose(plain(x), model(x), rtol=1e-4, atol=1e-4)
-        assert torch.allclose(plain(x), wanted, rtol=1e-3, atol=0.02)
+        assert (plain(x) - wanted).norm() / wanted.norm() < LAYER_BY_LAYER[form]
 
 
 @pytest.mark.parametrize("form", FORMS)
