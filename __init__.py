@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .compiler.pipelined import pipeline
     from .compiler.plan_registry import audit, plan_of
     from .compiler.planning import measure_scores, plan
+    from .compiler.released import ReleaseReport, release_weights
     from .hardware_db.capability import Device, Verdict
     from .hardware_db.detect import resolve_hardware
     from .passes.module_plan import module_plan
@@ -41,6 +42,7 @@ _HOMES = {
     "Decision": ".passes.plan",
     "Device": ".hardware_db.capability",
     "PrecisionPlan": ".passes.plan",
+    "ReleaseReport": ".compiler.released",
     "Rule": ".passes.plan",
     "Verdict": ".hardware_db.capability",
     "audit": ".compiler.plan_registry",
@@ -60,6 +62,7 @@ _HOMES = {
     "pipeline": ".compiler.pipelined",
     "plan": ".compiler.planning",
     "plan_of": ".compiler.plan_registry",
+    "release_weights": ".compiler.released",
     "resolve_hardware": ".hardware_db.detect",
 }
 
@@ -69,6 +72,7 @@ __all__ = [
     "Device",
     "DsmpError",
     "PrecisionPlan",
+    "ReleaseReport",
     "Rule",
     "Scores",
     "ShardingPlan",
@@ -88,6 +92,7 @@ __all__ = [
     "pipeline",
     "plan",
     "plan_of",
+    "release_weights",
     "resolve_hardware",
 ]
 

@@ -30,6 +30,7 @@ from ..passes.plan import Decision
 from ..passes.static_steps import Steps, steps_of
 from ..passes.workload import gemm_shape, tensor_of
 from .audit import Entry, Ran
+from .cpu.held_weights import is_held
 from .cpu.int8_graph import lower_int8, why_not
 from .fuse_quantise import fuse_gates
 from .half_ops import HALF_OPS
@@ -319,6 +320,13 @@ def _narrow_linear(
             return None
         turns += int(turned)
         (weight,) = weight.all_input_nodes
+    if node_op(weight) == "dsmp.held_weight" and not is_held(weight, product.compute):
+        return None
+    if is_held(weight, product.compute):
+        held, form, size, _ = weight.args
+        args: tuple[object, ...] = (left, held, bias, form, size, 0.0, 0)
+        target = torch.ops.dsmp.held_linear.default
+        return low.call(target, args, before=node, like=node) if turns % 2 else None
     args = (left, weight, bias, product.compute, turns % 2 == 0)
     return low.call(torch.ops.dsmp.narrow_linear.default, args, before=node, like=node)
 

@@ -25,11 +25,14 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from ..codegen.audit import Audit
+from ..codegen.cpu.held_graph import take_apart
+from ..codegen.cpu.int8_ops import int8_operators
 from ..codegen.lower_products import Lowering
 from ..codegen.sending import has_collectives, unmatched_globs
 from ..errors import NoEffectError, PlanHardwareError, UnknownHardwareError
 from ..hardware_db.capability import Device
 from ..hardware_db.detect import detect, resolve_hardware
+from ..hardware_db.formats import is_static, keeps_wide
 from ..passes.keys import ModuleNames
 from ..passes.plan import Decision, PrecisionPlan
 from ..passes.plan_fields import GEMM_CLASSES
@@ -94,6 +97,11 @@ def dsmp(
     return compiled
 
 
+def _needs_operators(plan: PrecisionPlan | None) -> bool:
+    """Whether a plan has products that dsmp's C++ operators for CPUs compute."""
+    return plan is not None and any(keeps_wide(d.recipe) or is_static(d.recipe) for d in plan)
+
+
 def running_device(example_inputs: Sequence[Any], hardware_files: Sequence[Path] = ()) -> Device:
     """The device that a graph runs on: that of its tensors, which need not be the machine's accelerator."""
     kinds = {x.device.type for x in example_inputs if isinstance(x, torch.Tensor)}
@@ -156,6 +164,8 @@ class PrecisionPass(CustomGraphPass):
             if self.device.id != plan.hardware:
                 log.warning("dsmp: a plan made for %s is replayed for %s", plan.hardware, self.device.id)
             check_plan_hardware(plan, self.device)
+        # Inductor's caches may know the graph: then nothing but this loads the operators that it calls.
+        self.operators = int8_operators().ok if self._lowering().native and _needs_operators(plan) else None
 
     def _device(self, name: str | None) -> Device:
         if name in (None, "auto", self.running.id):
@@ -169,7 +179,7 @@ class PrecisionPass(CustomGraphPass):
 
     def apply(self, gm: fx.GraphModule) -> None:
         """Run the pass on a graph module."""
-        parameters = parameter_nodes(gm, self.parameter_indices)
+        parameters = parameter_nodes(gm, self.parameter_indices) | take_apart(gm)
         key_graph(gm, self.names, parameters)
         self._check_wire(gm)
         decisions = self._decisions(gm, parameters)
@@ -262,6 +272,7 @@ class PrecisionPass(CustomGraphPass):
                 self.options.strict,
                 [self.options.kernels, sorted(self.options.implementations.items()), sorted(self.options.without)],
                 [[glob, str(wire)] for glob, wire in self.options.wire.items()],
+                self.operators,
                 list(self.module_paths),
                 sorted(self.parameter_indices),
             ]

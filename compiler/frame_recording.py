@@ -15,6 +15,7 @@ from torch._dynamo.guards import GuardBuilder
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..codegen.cpu.held_graph import take_apart
 from ..errors import CalibrationError
 from ..passes.differentiable import run
 from ..passes.graph import concrete, output_node, placeholders
@@ -64,7 +65,7 @@ def record_frame(
 
 
 def _keyed(graph: fx.GraphModule, inputs: Sequence[Any], names: ModuleNames) -> CapturedGraph:
-    parameters = parameter_nodes(graph, parameter_indices(inputs))
+    parameters = parameter_nodes(graph, parameter_indices(inputs)) | take_apart(graph)
     return CapturedGraph(gm=graph, parameters=parameters, keys=key_graph(graph, names, parameters))
 
 

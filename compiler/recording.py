@@ -18,6 +18,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
+from ..codegen.cpu.held_graph import take_apart
 from ..errors import CalibrationError, CaptureError, DsmpError
 from ..passes.graph import placeholders
 from ..passes.keys import ModuleNames, plain_path
@@ -186,7 +187,7 @@ def record_graph(
     found: dict[str, Any] = {}
 
     def key(graph: fx.GraphModule) -> CapturedGraph:
-        parameters = parameter_nodes(graph, parameter_indices(example_inputs))
+        parameters = parameter_nodes(graph, parameter_indices(example_inputs)) | take_apart(graph)
         return CapturedGraph(gm=graph, parameters=parameters, keys=key_graph(graph, names, parameters))
 
     def partition(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:

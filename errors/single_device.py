@@ -199,6 +199,20 @@ class KernelUnavailableError(DsmpError):
     """An implementation that was asked for by name and cannot serve the node."""
 
 
+class ReleaseError(DsmpError):
+    """A model or plan whose weights cannot be released, or a released model that is moved where it cannot be."""
+
+
+class ReleasedTrainingError(DsmpError):
+    """A model that is to be trained and whose weights were released."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this model's weights were released: only narrow, packed copies are left, which have no gradients. Train "
+            "the model before dsmp.release_weights, or a copy of it; call released models under torch.no_grad()."
+        )
+
+
 class SilentFallbackError(DsmpError):
     """Under strict, a node that was planned narrow would run wide, or simulated on the device that it was planned
     for."""

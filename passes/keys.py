@@ -20,7 +20,7 @@ from typing import Final, Literal, get_args
 from torch import fx
 
 from .gemm import GemmOp, gemm_op, operand_nodes, written_gradients
-from .graph import calls, is_backward, is_float, is_joint, node_op, placeholders, root
+from .graph import calls, is_backward, is_float, is_joint, node_op, root
 
 Phase = Literal["fprop", "dgrad", "wgrad", "bwd"]
 FPROP: Final = "fprop"
@@ -117,10 +117,10 @@ def hand_on_key(source: fx.Node, node: fx.Node) -> None:
 def assign_keys(gm: fx.GraphModule, names: ModuleNames, is_parameter: Callable[[fx.Node], bool]) -> KeyReport:
     """Give every float-valued call a key in `node.meta`; unique within the graph.
 
-    `is_parameter` tells whether a placeholder is a parameter: a matrix product with one is a `linear`, else a `matmul`.
+    `is_parameter` tells whether a node is a parameter: a matrix product with one is a `linear`, else a `matmul`.
     """
     joint = is_joint(gm)
-    parameters = {p for p in placeholders(gm) if is_parameter(p)}
+    parameters = {n for n in gm.graph.nodes if is_parameter(n)}
     taken: set[NodeKey] = set()
     numbers: Counter[tuple[str, Phase, str]] = Counter()
     forward_gemms: defaultdict[int, list[fx.Node]] = defaultdict(list)

@@ -21,6 +21,7 @@ from torch import fx
 from ...passes.graph import aten, node_op, value_of
 from ...passes.insertion import fake_result, insert_call
 from ...passes.static_steps import Steps
+from .held_weights import is_held
 from .int8_ops import int8_operators
 from .int8_patterns import Fused, Pool, following_activation, fused, gated
 from .int8_patterns import max_pool as matched_pool
@@ -62,7 +63,7 @@ def why_not(node: fx.Node) -> str:
         operands, rank = [x, weight], 2
     else:
         return "neither a convolution nor a linear layer"
-    if not isinstance(weight, fx.Node) or weight.op not in ("placeholder", "get_attr"):
+    if not isinstance(weight, fx.Node) or (weight.op not in ("placeholder", "get_attr") and not is_held(weight)):
         return "its weight is computed in the graph"
     for operand, dims in (*((o, rank) for o in operands), (bias, 1)):
         value = value_of(operand) if isinstance(operand, fx.Node) else None
@@ -163,9 +164,10 @@ class _Rewriting:
             residual = self.new.get(residual, residual)
         out = self.narrow.get(found.last, Steps(0.0, 0))
         epsilon = 0.0 if norm is None else norm.epsilon
-        args = (self._operand(x, steps, found.last), weight, bias, *vectors, epsilon, residual, stride, padding,
+        packed, held = _as_read(weight)
+        args = (self._operand(x, steps, found.last), *held, bias, *vectors, epsilon, residual, stride, padding,
                 dilation, groups, *steps, *residual_steps, found.activation, *out)  # fmt: skip
-        self.new[found.last] = self._call("int8_convolution", args, found.conv, found.last)
+        self.new[found.last] = self._call(f"int8_convolution{packed}", args, found.conv, found.last)
 
     def _operand(self, x: fx.Node, steps: Steps, before: fx.Node) -> fx.Node:
         """What a convolution reads: bytes that were handed on or made once, or fp32 if it alone makes bytes of it."""
@@ -189,8 +191,9 @@ class _Rewriting:
         bias, x, transposed = node.args if node_op(node) == "aten.addmm" else (None, *node.args)
         assert isinstance(transposed, fx.Node)
         activation, last = following_activation(node)
-        args = (x, transposed.args[0], bias, *self.steps[node], activation)
-        self.new[last] = self._call("int8_linear", args, node, last)
+        packed, held = _as_read(transposed.args[0])
+        args = (x, *held, bias, *self.steps[node], activation)
+        self.new[last] = self._call(f"int8_linear{packed}", args, node, last)
 
     def _call(self, name: str, args: tuple[Any, ...], like: fx.Node, before: fx.Node) -> fx.Node:
         target = getattr(torch.ops.dsmp_cpu, name).default
@@ -240,6 +243,14 @@ class _Rewriting:
             args, kwargs = (operand,), {"memory_format": torch.contiguous_format}
             copy = insert_call(self.graph, aten.clone.default, args, kwargs, like=operand, joint=False, before=reader)
             reader.replace_input_with(operand, copy)
+
+
+def _as_read(weight: Any) -> tuple[str, tuple[Any, ...]]:
+    """How an operator's name goes on, and what it takes for its weight: the parameter, or what was packed of it."""
+    if not is_held(weight):
+        return "", (weight,)
+    packed, _, size, _ = weight.args
+    return "_packed", (*packed, size)
 
 
 def _lies_alike(a: Any, b: Any) -> bool:

@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include <cmath>
+#include <tuple>
 #include <vector>
 
 #include "int8_kernels.h"
@@ -48,13 +49,40 @@ struct Vector {
   float at(int64_t o, float otherwise) const { return given == nullptr ? otherwise : given[o]; }
 };
 
-// What a convolution or linear multiplies by instead of `weight`, in its shape.
-Tensor int8_weight(const Tensor& weight, int64_t groups) {
-  const auto packed = packed_weight(weight, groups);
-  Tensor w = at::empty(weight.sizes(), at::kFloat);
-  unpack(packed->payload.const_data_ptr<int8_t>(), packed->scales.const_data_ptr<float>(), w.size(0), w.size(1),
+// What products multiply by instead of a weight of `size`, which was packed.
+Tensor unpacked(const PackedWeight& packed, IntArrayRef size, int64_t groups) {
+  Tensor w = at::empty(size, at::kFloat);
+  unpack(packed.payload.const_data_ptr<int8_t>(), packed.scales.const_data_ptr<float>(), w.size(0), w.size(1),
          w.numel() / w.size(0) / w.size(1), groups, w.mutable_data_ptr<float>());
   return w;
+}
+
+Tensor int8_weight(const Tensor& weight, int64_t groups) {
+  return unpacked(*packed_weight(weight, groups), weight.sizes(), groups);
+}
+
+std::tuple<Tensor, Tensor, Tensor> int8_pack(const Tensor& weight, int64_t groups) {
+  const PackedWeight made = pack_weight(weight, groups);
+  return {made.payload, made.scales, made.sums};
+}
+
+// A packed weight that the caller holds: kernels read as far as `size` says.
+PackedWeight held(const Tensor& payload, const Tensor& scales, const Tensor& sums, IntArrayRef size, int64_t groups) {
+  int64_t count = size.size() >= 2 && groups > 0;
+  for (const int64_t length : size) count *= length;
+  TORCH_CHECK(count > 0, "a packed int8 weight has at least 2 axes and a number in it, not the shape ", size);
+  const int64_t bytes = Layout(size[0], size[1], count / size[0] / size[1], groups).size;
+  TORCH_CHECK(payload.scalar_type() == at::kChar && payload.is_contiguous() && payload.numel() == bytes,
+              "a packed int8 weight of ", size, " has ", bytes, " bytes in a row, not ", payload.numel(), " of ",
+              payload.scalar_type());
+  TORCH_CHECK(scales.scalar_type() == at::kFloat && scales.is_contiguous() && scales.numel() == size[0] &&
+                  sums.scalar_type() == at::kInt && sums.is_contiguous() && sums.numel() == size[0],
+              "a packed int8 weight of ", size, " has ", size[0], " scales of fp32 and as many sums of int32");
+  return {payload, scales, sums};
+}
+
+Tensor int8_unpack(const Tensor& payload, const Tensor& scales, const Tensor& sums, IntArrayRef size, int64_t groups) {
+  return unpacked(held(payload, scales, sums, size, groups), size, groups);
 }
 
 int64_t activation_of(c10::string_view name) {
@@ -89,26 +117,22 @@ Tensor int8_quantise(const Tensor& x, const OptionalTensor& gate, double scale, 
   return out;
 }
 
-Tensor int8_convolution(const Tensor& given, const Tensor& weight, const OptionalTensor& bias,
-                        const OptionalTensor& mean, const OptionalTensor& variance, const OptionalTensor& gain,
-                        const OptionalTensor& shift, double epsilon, const OptionalTensor& residual, IntArrayRef stride,
-                        IntArrayRef padding, IntArrayRef dilation, int64_t groups, double x_scale, int64_t x_zero,
-                        double residual_scale, int64_t residual_zero, c10::string_view activation, double out_scale,
-                        int64_t out_zero) {
-  if (given.scalar_type() != at::kByte)
-    return int8_convolution(int8_quantise(given, std::nullopt, x_scale, x_zero), weight, bias, mean, variance, gain,
-                            shift, epsilon, residual, stride, padding, dilation, groups, x_scale, x_zero,
-                            residual_scale, residual_zero, activation, out_scale, out_zero);
-  check_bytes(given, "int8_convolution");
-  const Tensor x = channels_last(given);
-  TORCH_CHECK(weight.dim() == 4 && x.size(1) == weight.size(1) * groups && weight.size(0) % groups == 0,
-              "int8_convolution: a weight of ", weight.sizes(), " does not fit ", x.size(1), " channels in ", groups,
-              " groups");
-  const auto packed = packed_weight(weight, groups);
+// By a weight of shape `size`, which was packed.
+Tensor convolve(const Tensor& given, const PackedWeight& packed, IntArrayRef size, const OptionalTensor& bias,
+                const OptionalTensor& mean, const OptionalTensor& variance, const OptionalTensor& gain,
+                const OptionalTensor& shift, double epsilon, const OptionalTensor& residual, IntArrayRef stride,
+                IntArrayRef padding, IntArrayRef dilation, int64_t groups, double x_scale, int64_t x_zero,
+                double residual_scale, int64_t residual_zero, c10::string_view activation, double out_scale,
+                int64_t out_zero) {
+  const bool bytes = given.scalar_type() == at::kByte;
+  const Tensor x = channels_last(bytes ? given : int8_quantise(given, std::nullopt, x_scale, x_zero));
+  check_bytes(x, "int8_convolution");
+  TORCH_CHECK(size.size() == 4 && x.size(1) == size[1] * groups && size[0] % groups == 0,
+              "int8_convolution: a weight of ", size, " does not fit ", x.size(1), " channels in ", groups, " groups");
   Call c;
   Shape& s = c.s;
-  s = {x.size(0),      x.size(1), x.size(2), x.size(3),  weight.size(0), weight.size(2), weight.size(3),
-       stride[0],      stride[1], padding[0], padding[1], dilation[0],    dilation[1],    groups,         0,  0};
+  s = {x.size(0), x.size(1),  x.size(2),  x.size(3),   size[0],     size[2], size[3], stride[0],
+       stride[1], padding[0], padding[1], dilation[0], dilation[1], groups,  0,       0};
   s.oh = pooled(s.height, s.ph, s.dh, s.kh, s.sh);
   s.ow = pooled(s.width, s.pw, s.dw, s.kw, s.sw);
   c.out_bytes = out_scale != 0.0;
@@ -128,8 +152,8 @@ Tensor int8_convolution(const Tensor& given, const Tensor& weight, const Optiona
   const std::vector<uint8_t> outside(s.channels + kChannels, static_cast<uint8_t>(x_zero));
   std::vector<float> multiplier(padded), offset(padded);
   std::vector<int32_t> start(padded);
-  const float* scale = packed->scales.const_data_ptr<float>();
-  const int32_t* sum = packed->sums.const_data_ptr<int32_t>();
+  const float* scale = packed.scales.const_data_ptr<float>();
+  const int32_t* sum = packed.sums.const_data_ptr<int32_t>();
   const Vector added(bias, s.out), centre(mean, s.out), spread(variance, s.out), factors(gain, s.out), last(shift, s.out);
   for (int64_t o = 0; o < s.out; ++o) {
     const float normed = (spread.given ? 1.0f / std::sqrt(spread.at(o, 1.0f) + static_cast<float>(epsilon)) : 1.0f) *
@@ -140,7 +164,7 @@ Tensor int8_convolution(const Tensor& given, const Tensor& weight, const Optiona
   }
   c.x = x.const_data_ptr<uint8_t>();
   c.outside = outside.data();
-  c.w = packed->payload.const_data_ptr<int8_t>();
+  c.w = packed.payload.const_data_ptr<int8_t>();
   c.start = start.data();
   c.out = out.mutable_data_ptr();
   c.activation = activation_of(activation);
@@ -157,18 +181,53 @@ Tensor int8_convolution(const Tensor& given, const Tensor& weight, const Optiona
   return out;
 }
 
+Tensor int8_convolution(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& mean,
+                        const OptionalTensor& variance, const OptionalTensor& gain, const OptionalTensor& shift,
+                        double epsilon, const OptionalTensor& residual, IntArrayRef stride, IntArrayRef padding,
+                        IntArrayRef dilation, int64_t groups, double x_scale, int64_t x_zero, double residual_scale,
+                        int64_t residual_zero, c10::string_view activation, double out_scale, int64_t out_zero) {
+  return convolve(x, *packed_weight(weight, groups), weight.sizes(), bias, mean, variance, gain, shift, epsilon,
+                  residual, stride, padding, dilation, groups, x_scale, x_zero, residual_scale, residual_zero,
+                  activation, out_scale, out_zero);
+}
+
+Tensor int8_convolution_packed(const Tensor& x, const Tensor& payload, const Tensor& scales, const Tensor& sums,
+                               IntArrayRef size, const OptionalTensor& bias, const OptionalTensor& mean,
+                               const OptionalTensor& variance, const OptionalTensor& gain, const OptionalTensor& shift,
+                               double epsilon, const OptionalTensor& residual, IntArrayRef stride, IntArrayRef padding,
+                               IntArrayRef dilation, int64_t groups, double x_scale, int64_t x_zero,
+                               double residual_scale, int64_t residual_zero, c10::string_view activation,
+                               double out_scale, int64_t out_zero) {
+  return convolve(x, held(payload, scales, sums, size, groups), size, bias, mean, variance, gain, shift, epsilon,
+                  residual, stride, padding, dilation, groups, x_scale, x_zero, residual_scale, residual_zero,
+                  activation, out_scale, out_zero);
+}
+
+// A product is a convolution of images of one point.
+Tensor multiply(const Tensor& x, const PackedWeight& packed, int64_t n, int64_t k, const OptionalTensor& bias,
+                double x_scale, int64_t x_zero, c10::string_view activation) {
+  TORCH_CHECK(x.dim() > 0 && x.size(-1) == k, "int8_linear: a weight of ", n, " by ", k, " does not fit ", x.sizes());
+  auto sizes = x.sizes().vec();
+  sizes.back() = n;
+  if (x.numel() == 0) return at::empty(sizes, x.options());
+  const Tensor y = convolve(x.reshape({-1, k, 1, 1}), packed, {n, k, 1, 1}, bias, std::nullopt, std::nullopt,
+                            std::nullopt, std::nullopt, 0.0, std::nullopt, {1, 1}, {0, 0}, {1, 1}, 1, x_scale, x_zero,
+                            0.0, 0, activation, 0.0, 0);
+  return y.reshape(sizes);
+}
+
 Tensor int8_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, double x_scale, int64_t x_zero,
                    c10::string_view activation) {
-  const int64_t k = x.size(-1);
-  TORCH_CHECK(weight.dim() == 2 && weight.size(1) == k, "int8_linear: a weight of ", weight.sizes(),
-              " does not fit rows of ", k);
-  auto sizes = x.sizes().vec();
-  sizes.back() = weight.size(0);
-  if (x.numel() == 0) return at::empty(sizes, x.options());
-  const Tensor y = int8_convolution(x.reshape({-1, k, 1, 1}), weight.unsqueeze(-1).unsqueeze(-1), bias, std::nullopt,
-                                    std::nullopt, std::nullopt, std::nullopt, 0.0, std::nullopt, {1, 1}, {0, 0}, {1, 1},
-                                    1, x_scale, x_zero, 0.0, 0, activation, 0.0, 0);
-  return y.reshape(sizes);
+  TORCH_CHECK(weight.dim() == 2, "int8_linear: a weight has 2 axes, not the shape ", weight.sizes());
+  const auto packed = packed_weight(weight.unsqueeze(-1).unsqueeze(-1), 1);
+  return multiply(x, *packed, weight.size(0), weight.size(1), bias, x_scale, x_zero, activation);
+}
+
+Tensor int8_linear_packed(const Tensor& x, const Tensor& payload, const Tensor& scales, const Tensor& sums,
+                          IntArrayRef size, const OptionalTensor& bias, double x_scale, int64_t x_zero,
+                          c10::string_view activation) {
+  TORCH_CHECK(size.size() == 2, "int8_linear_packed: a weight has 2 axes, not the shape ", size);
+  return multiply(x, held(payload, scales, sums, size, 1), size[0], size[1], bias, x_scale, x_zero, activation);
 }
 
 Tensor int8_max_pool(const Tensor& given, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
@@ -200,6 +259,16 @@ TORCH_LIBRARY_FRAGMENT(dsmp_cpu, m) {
   m.def("int8_quantise(Tensor x, Tensor? gate, float scale, int zero) -> Tensor");
   m.def("int8_max_pool(Tensor x, int[] kernel, int[] stride, int[] padding, int[] dilation) -> Tensor");
   m.def("int8_weight(Tensor weight, int groups) -> Tensor");
+  m.def("int8_pack(Tensor weight, int groups) -> (Tensor, Tensor, Tensor)");
+  m.def("int8_unpack(Tensor payload, Tensor scales, Tensor sums, int[] size, int groups) -> Tensor");
+  m.def(
+      "int8_convolution_packed(Tensor x, Tensor payload, Tensor scales, Tensor sums, int[] size, Tensor? bias, "
+      "Tensor? mean, Tensor? variance, Tensor? gain, Tensor? shift, float epsilon, Tensor? residual, int[] stride, "
+      "int[] padding, int[] dilation, int groups, float x_scale, int x_zero, float residual_scale, int residual_zero, "
+      "str activation, float out_scale, int out_zero) -> Tensor");
+  m.def(
+      "int8_linear_packed(Tensor x, Tensor payload, Tensor scales, Tensor sums, int[] size, Tensor? bias, "
+      "float x_scale, int x_zero, str activation) -> Tensor");
   m.def("int8_packed_bytes() -> int", packed_bytes);
   m.def("int8_forget() -> ()", forget);
 }
@@ -210,4 +279,8 @@ TORCH_LIBRARY_IMPL(dsmp_cpu, CPU, m) {
   m.impl("int8_quantise", int8_quantise);
   m.impl("int8_max_pool", int8_max_pool);
   m.impl("int8_weight", int8_weight);
+  m.impl("int8_pack", int8_pack);
+  m.impl("int8_unpack", int8_unpack);
+  m.impl("int8_convolution_packed", int8_convolution_packed);
+  m.impl("int8_linear_packed", int8_linear_packed);
 }

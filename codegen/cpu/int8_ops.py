@@ -23,6 +23,9 @@ clamp(rint(y / out_scale) + out_zero, 0, TOP); it lies in channels_last order.
     int8_quantise(x, gate, scale, zero)                        fp32 [N, C, H, W], times [N, C, 1, 1] if given -> bytes
     int8_max_pool(x, kernel, stride, padding, dilation)        the bytes of the max-pool: rounding keeps the order
     int8_weight(weight, groups)                                what the weight is multiplied as, in its shape
+
+Whoever holds a weight packed, and no fp32 weight, has int8_pack(weight, groups) -> payload, scales, sums; int8_unpack;
+and int8_convolution_packed and int8_linear_packed, which read `payload, scales, sums, size` in the place of `weight`.
 """
 
 from __future__ import annotations
@@ -64,23 +67,26 @@ def _image(x: Tensor, channels: int, size: Sequence[int | torch.SymInt], dtype: 
     return torch.empty(shape, dtype=dtype, device=x.device, memory_format=torch.channels_last)
 
 
-def _window(x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int],
+def window(x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int],
             dilation: Sequence[int]) -> list[int | torch.SymInt]:  # fmt: skip
     """Height and width of what a window that moves over x gives."""
     reach = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
     return [(x.shape[2 + i] + 2 * padding[i] - reach[i]) // stride[i] + 1 for i in range(len(kernel))]
 
 
-def _convolution(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+def _convolved(x: Tensor, size: Sequence[int], *rest: Any) -> Tensor:
     stride, padding, dilation = rest[7:10]
     dtype = torch.uint8 if rest[-2] else torch.float32
-    return _image(x, weight.shape[0], _window(x, weight.shape[2:], stride, padding, dilation), dtype)
+    return _image(x, size[0], window(x, size[2:], stride, padding, dilation), dtype)
 
 
 _FAKES: dict[str, Callable[..., Tensor]] = {
-    "int8_convolution": _convolution,
+    "int8_convolution": lambda x, weight, *rest: _convolved(x, weight.shape, *rest),
+    "int8_convolution_packed": lambda x, payload, scales, sums, size, *rest: _convolved(x, size, *rest),
+    "int8_linear_packed": lambda x, payload, scales, sums, size, *_: x.new_empty((*x.shape[:-1], size[0])),
+    "int8_unpack": lambda payload, scales, sums, size, groups: scales.new_empty(size),
     "int8_linear": lambda x, weight, *_: x.new_empty((*x.shape[:-1], weight.shape[0])),
     "int8_quantise": lambda x, *_: _image(x, x.shape[1], x.shape[2:], torch.uint8),
-    "int8_max_pool": lambda x, *how: _image(x, x.shape[1], _window(x, *how), torch.uint8),
+    "int8_max_pool": lambda x, *how: _image(x, x.shape[1], window(x, *how), torch.uint8),
     "int8_weight": lambda weight, _: weight.new_empty(weight.shape),
 }

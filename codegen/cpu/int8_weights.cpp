@@ -30,26 +30,33 @@ uint64_t place(const at::Tensor& weight, int64_t groups) {
 }
 
 std::shared_ptr<const PackedWeight> make(const at::Tensor& weight, int64_t groups) {
-  const at::Tensor w = weight.contiguous();
-  const int64_t out = w.size(0), per_group = w.size(1), area = per_group > 0 ? w.numel() / out / per_group : 1;
-  auto made = std::make_shared<PackedWeight>();
-  made->payload = at::empty({Layout(out, per_group, area, groups).size}, at::kChar);
-  made->scales = at::empty({out}, at::kFloat);
-  made->sums = at::empty({out}, at::kInt);
-  pack(w.const_data_ptr<float>(), out, per_group, area, groups, made->payload.mutable_data_ptr<int8_t>(),
-       made->scales.mutable_data_ptr<float>(), made->sums.mutable_data_ptr<int32_t>());
-  return made;
+  return std::make_shared<const PackedWeight>(pack_weight(weight, groups));
 }
 
 void drop_dead() {
   for (auto it = table.begin(); it != table.end();) it = it->second.storage.expired() ? table.erase(it) : std::next(it);
 }
 
-}  // namespace
-
-std::shared_ptr<const PackedWeight> packed_weight(const at::Tensor& weight, int64_t groups) {
+void check(const at::Tensor& weight) {
   TORCH_CHECK(weight.dim() >= 2 && weight.numel() > 0 && weight.scalar_type() == at::kFloat && weight.is_cpu(),
               "int8 weights are packed from fp32 ones on a CPU with at least 2 axes and a number in them");
+}
+
+}  // namespace
+
+PackedWeight pack_weight(const at::Tensor& weight, int64_t groups) {
+  check(weight);
+  const at::Tensor w = weight.contiguous();
+  const int64_t out = w.size(0), per_group = w.size(1), area = w.numel() / out / per_group;
+  const PackedWeight made{at::empty({Layout(out, per_group, area, groups).size}, at::kChar),
+                          at::empty({out}, at::kFloat), at::empty({out}, at::kInt)};
+  pack(w.const_data_ptr<float>(), out, per_group, area, groups, made.payload.mutable_data_ptr<int8_t>(),
+       made.scales.mutable_data_ptr<float>(), made.sums.mutable_data_ptr<int32_t>());
+  return made;
+}
+
+std::shared_ptr<const PackedWeight> packed_weight(const at::Tensor& weight, int64_t groups) {
+  check(weight);
   if (weight.is_inference()) return make(weight, groups);
   const uint64_t key = place(weight, groups);
   const int64_t version = weight._version(), sampled = dsmp::fingerprint(weight);

@@ -18,6 +18,9 @@ struct PackedWeight {
 // counter alone). Tensors of inference mode count no versions: they are packed at every call. Any thread may ask.
 std::shared_ptr<const PackedWeight> packed_weight(const at::Tensor& weight, int64_t groups);
 
+// The same for the caller alone: nothing is kept.
+PackedWeight pack_weight(const at::Tensor& weight, int64_t groups);
+
 // Bytes of all packed weights whose storage is alive; the others are dropped.
 int64_t packed_bytes();
 

@@ -8,7 +8,7 @@ each weight again and again: the weight is widened once a call, and the product 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,8 @@ def _pack_int4(weight: Tensor) -> tuple[Tensor, ...]:
     return tuple(torch.ops.dsmp_cpu.pack_int4(weight, GROUP, True, False))
 
 
-_PACK: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {"fp16": _pack_fp16, "int8": _pack_int8, "int4": _pack_int4}
+PACK: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {"fp16": _pack_fp16, "int8": _pack_int8, "int4": _pack_int4}
+"""What makes the packed tensors of a weight float32[N, K], by the weight's narrow format."""
 
 # a16: rows of activations in 16-bit fixed point, products and sums exact; their error is far below that of the weights
 _KERNELS = {"fp16": "linear_fp16", "int8": "linear_int8_a16", "int4": "linear_int4_a16"}
@@ -56,17 +57,25 @@ _KERNELS = {"fp16": "linear_fp16", "int8": "linear_int8_a16", "int4": "linear_in
 
 def _narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None, format: str, transposed: bool) -> Tensor:
     """x float32[M, K] times a weight float32[N, K] (or [K, N] if `transposed`) stored in `format`, plus bias[N]."""
-    pack = _PACK[format]
+    pack = PACK[format]
     made = packed(weight, f"{format}-{transposed}", (lambda w: pack(w.t())) if transposed else pack)
     columns, depth = reversed(weight.shape) if transposed else weight.shape
+    return narrow_product(x, made, bias, format, columns, depth)
+
+
+def narrow_product(
+    x: Tensor, made: Sequence[Tensor], bias: Tensor | None, format: str, columns: int, depth: int
+) -> Tensor:
+    """x float32[M, depth] times what was packed of a weight [columns, depth], plus bias[columns]."""
     if x.shape[0] > ROWS:
-        return F.linear(x, _widened(made, format, columns, depth), bias)
+        return F.linear(x, widened(made, format, columns, depth), bias)
     kernels, group = torch.ops.dsmp_cpu, (GROUP,) if format == "int4" else ()
     product: Tensor = getattr(kernels, _KERNELS[format])(x, *made, bias, columns, *group)
     return product
 
 
-def _widened(made: tuple[Tensor, ...], format: str, columns: int, depth: int) -> Tensor:
+def widened(made: Sequence[Tensor], format: str, columns: int, depth: int) -> Tensor:
+    """float32[columns, depth]: the weight that products multiply by."""
     group = (GROUP,) if format == "int4" else ()
     wide: Tensor = getattr(torch.ops.dsmp_cpu, f"unpack_{format}")(*made, columns, depth, *group)
     return wide
