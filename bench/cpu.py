@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 
 from bench.cpu_models import GROUPS, NAMES, Sizes, Workload, workload
-from bench.cpu_variants import BASELINE, EAGER, FP32, TORCHAO_NOTE, Variant, make_plan, names_of
+from bench.cpu_variants import BASELINE, EAGER, FP32, TORCHAO_NOTE, UNPLANNED, Variant, make_plan, names_of
 from bench.interleaved import Measured, VariantError, Worker, measure
 from bench.table import Row, save, show
 from dsmp.codegen.cpu.extension import cpu_operators
@@ -136,6 +136,16 @@ def slower(rows: Sequence[Row], formats: Mapping[tuple[str, str, str], str]) -> 
     ]
 
 
+def overheads(rows: Sequence[Row]) -> list[str]:
+    """What the backend adds to torch.compile's time of compiling where all stays fp32."""
+    return [
+        f"compile time over torch.compile's: {r['model']}, {r['case']}, {r['threads']} threads: "
+        f"{float(r['x']) - 1:+.0%}"
+        for r in rows
+        if r["variant"] == UNPLANNED
+    ]
+
+
 def _key(row: Row) -> tuple[str, str, str]:
     return str(row["model"]), str(row["variant"]), str(row["case"])
 
@@ -143,7 +153,7 @@ def _key(row: Row) -> tuple[str, str, str]:
 def run(
     models: Sequence[str], threads: Sequence[int], sizes: Sizes, *, rounds: int, bf16: bool, notes: list[str]
 ) -> list[Row]:
-    """Rows of all models; what could not be run, and rows of ours that are too slow, are added to the notes."""
+    """Rows of all models. What could not be run, compile times, and rows of ours that are too slow go to the notes."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         planned = Planned(Path(folder), sizes)
@@ -161,7 +171,7 @@ def run(
                     lines = [_short(r) for r in added if r["case"] == title]
                     show(f"{name}, {title}, {count} threads, load of the machine {load}", lines)
                 rows += added
-        notes += slower(rows, planned.formats)
+        notes += [*overheads(rows), *slower(rows, planned.formats)]
     return rows
 
 

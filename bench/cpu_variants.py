@@ -189,7 +189,10 @@ def names_of(work: Workload, *, bf16: bool = True) -> list[str]:
 
 
 def make_plan(name: str, sizes: Sizes, title: str, budget: str, file: Path) -> str:
-    """Plan a case for the running CPU, save the plan, and return how many products take which format. Raises VariantError."""
+    """Plan a case for the running CPU, save the plan, and return how many products take which format.
+
+    Raises VariantError for what cannot be planned.
+    """
     warnings.simplefilter("ignore")
     work = workload(name, sizes)
     try:

@@ -61,6 +61,8 @@ def test_rows_and_what_is_too_slow() -> None:
     assert cpu.slower(rows, {("tiny", "dsmp 1%", "1 rows"): "2 int8 row"}) == [
         "slower than torch.compile: tiny, 1 rows, 1 threads, dsmp 1%: 0.5 times as fast (2 int8 row)"
     ]
+    rows = [{**r, "x": 1.25} for r in rows]
+    assert cpu.overheads(rows) == ["compile time over torch.compile's: tiny, 1 rows, 1 threads: +25%"]
 
 
 def test_held_bytes() -> None:
