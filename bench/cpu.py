@@ -79,9 +79,12 @@ def started(work: Workload, variants: Sequence[Variant], threads: int, notes: li
     workers = {}
     for variant in variants:
         try:
-            workers[variant.name] = Worker(variant, threads)
+            worker = workers[variant.name] = Worker(variant, threads)
         except VariantError as error:
             notes.append(f"{work.name}, {variant.name}: left out, {error}")
+            continue
+        taken = ", ".join(f"{compile_s:.1f}" for _, compile_s, _ in worker.made.values())
+        print(f"{work.name}, {threads} threads, {variant.name}: compiled in {taken} s", flush=True)
     return workers
 
 
