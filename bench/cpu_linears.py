@@ -19,7 +19,6 @@ import argparse
 import math
 import os
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench.table import Row, show
+from bench.timing import seconds
 from dsmp.codegen.cpu.extension import cpu_operators
 
 COLD_BYTES = 160_000_000
@@ -112,17 +112,6 @@ def _fbgemm(weight: Tensor) -> Iterator[Implementation]:
 def _call(op: Callable[..., Tensor], packed: object, *rest_and_x: object) -> Tensor:
     *rest, x = rest_and_x
     return op(x, packed, *rest)
-
-
-def seconds(run: Callable[[], object]) -> float:
-    """What a call takes: the thread's processor time if torch has one thread, else wall time."""
-    if torch.get_num_threads() > 1:
-        started = time.perf_counter()
-        run()
-        return time.perf_counter() - started
-    started = time.thread_time()
-    run()
-    return time.thread_time() - started
 
 
 def measure(found: Sequence[Implementation], x: Tensor, repeats: int) -> dict[str, list[float]]:

@@ -25,8 +25,13 @@ def show(title: str, rows: Sequence[Row], json_file: Path | None = None) -> None
         table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
     Console(width=140).print(table)
     if json_file is not None:
-        data = {"title": title, "machine": _machine(), "rows": [dict(r) for r in rows]}
-        json_file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        save(title, rows, json_file)
+
+
+def save(title: str, rows: Sequence[Row], json_file: Path) -> None:
+    """Write rows as JSON."""
+    data = {"title": title, "machine": _machine(), "rows": [dict(r) for r in rows]}
+    json_file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
 def _machine() -> str:

@@ -1,10 +1,12 @@
-"""One timed call."""
+"""Timed calls."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from typing import TypeVar
+
+import torch
 
 T = TypeVar("T")
 
@@ -14,3 +16,14 @@ def timed(make: Callable[[], T]) -> tuple[T, float]:
     started = time.perf_counter()
     made = make()
     return made, time.perf_counter() - started
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """What a call takes: the thread's processor time if torch has one thread, else wall time."""
+    if torch.get_num_threads() > 1:
+        started = time.perf_counter()
+        run()
+        return time.perf_counter() - started
+    started = time.thread_time()
+    run()
+    return time.thread_time() - started

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench import cpu_linears
-from dsmp.codegen.cpu.extension import small_linear
+from dsmp.codegen.cpu.extension import cpu_operators
 
 ERRORS = {"fp32": 1e-5, "fp16": 1e-3, "int8": 3e-2, "int8_a16": 3e-2}
 
@@ -20,7 +20,7 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {str(row["implementation"]): row for row in cpu_linears.rows_of(weight, found, 3, repeats=3)}
     assert rows["torch fp32"]["x torch fp32"] == 1
     assert all(row["ms"] > 0 and row["fastest"] <= row["ms"] for row in rows.values())
-    if small_linear():
+    if cpu_operators():
         assert rows["dsmp fp32"]["x our fp32"] == 1
         for name, row in rows.items():
             if name.startswith("dsmp"):
