@@ -30,17 +30,7 @@ from ..hardware_db.narrow_weights import stores_weights
 from ..hardware_db.schema import OpClass, natural_accumulator, recipe_accumulator
 from .cost import format_of
 from .gemm import gemm_op, operand_nodes, operand_slots, takes_recipe
-from .graph import (
-    CAST_OPS,
-    calls,
-    concrete,
-    float_dtype,
-    is_backward,
-    is_joint,
-    node_op,
-    root,
-    value_of,
-)  # fmt: skip
+from .graph import CAST_OPS, calls, concrete, float_dtype, is_backward, is_joint, node_op, root, value_of
 from .keys import WGRAD, NodeKey, key_of
 from .labels import gemm_label, label, split_label, stored_label
 from .op_rules import Policy, class_of, rule_of
