@@ -49,6 +49,7 @@ STORED_CLASSES = frozenset({"pointwise", "norm", "softmax", "embedding"})
 """Op classes whose results may be stored narrow although others than GEMMs read them."""
 
 _RAW_CONTRACTION = 16
+_FEW_ROWS = 16
 _IN_FP16 = {"fp16": ("lhs", "rhs", "out"), "fp16:wide/none": ("rhs",)}
 """Which tensors of a product these ways hold in fp16 without a scale."""
 _NO_RANGE = Reason(code="unscored", text="calibration saw no range of the activations, which static steps reach over")
@@ -191,6 +192,10 @@ class _Finder:
         """Whether a product is one whose weight may be packed once: in a forward pass that nobody trains."""
         if self.joint or _traced(node) != "fp32" or not has_one_weight(weights):
             return False
+        if is_static(recipe) and gemm_op(node).kind == "matmul":  # type: ignore[union-attr]
+            shape = gemm_shape(node)
+            if shape is None or shape.m < _FEW_ROWS:  # narrow weights alone are read as fast, and lose less
+                return False
         return takes_recipe(node, recipe) and bool(self.device.profile.weights)
 
     def _reach(self, key: NodeKey) -> tuple[float, float] | None:

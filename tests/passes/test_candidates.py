@@ -106,7 +106,7 @@ STEPS = reaching(lhs=4.0)["lhs"].model_copy(update={"low": -1.0, "high": 4.0})
 
 
 def test_weights_alone_are_narrow_on_cpus_where_nobody_trains():
-    model, x = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)), torch.randn(4, 256)
+    model, x = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)), torch.randn(64, 256)
     (graph,) = capture(model, (x,), training=False)
     known = scores(["0|fprop|linear|0", "1|fprop|linear|0"], ranges={"lhs": STEPS})
     found = ways(graph, AVX2, known)["0|fprop|linear|0"]
@@ -124,12 +124,19 @@ def test_weights_alone_are_narrow_on_cpus_where_nobody_trains():
 
 
 def test_weights_beyond_fp16_and_activations_of_unknown_range_are_barred():
-    (graph,) = capture(nn.Sequential(*map(nn.Linear, (256, 256), (256, 9))), (torch.randn(4, 256),), training=False)
+    (graph,) = capture(nn.Sequential(*map(nn.Linear, (256, 256), (256, 9))), (torch.randn(64, 256),), training=False)
     key = "0|fprop|linear|0"
     found = ways(graph, AVX2, scores([key], ranges=reaching(rhs=40000.0, lhs=4.0)))[key]
     assert reason(found, "fp16:wide/none").code == "overflow"
     assert "range" in reason(found, "int8:static/row").text
     assert "int8:wide/row" in labels(found)
+
+
+def test_few_rows_gain_nothing_from_static_steps():
+    (graph,) = capture(nn.Sequential(*map(nn.Linear, (256, 256), (256, 9))), (torch.randn(4, 256),), training=False)
+    key = "0|fprop|linear|0"
+    found = ways(graph, AVX2, scores([key], ranges={"lhs": STEPS}))[key]
+    assert "int8:wide/row" in labels(found) and not any("static" in w.label for w in found.ways)
 
 
 def _convolutions():
