@@ -14,7 +14,8 @@ operators of each pass. What is read of the model's inputs counts with the first
 CPUs pack the 8-bit weights of a graph without a backward pass once: there they cost no conversion.
 
 **Bits.** For models too small for a device's launch times to mean anything, and to compare methods: a GEMM takes 1 us
-per 1e9 FLOP at 16 bits, in proportion to its bits (32 for fp32 and tf32); all other nodes take nothing. Quantising
+per 1e9 FLOP at 16 bits, in proportion to its bits (32 for fp32 and tf32, the traced format's where weights alone are
+narrow); all other nodes take nothing. Quantising
 takes a time per element such that the copies of the best uniform 8-bit plan eat the share `cast_share` of what that
 plan saves over 16 bits; other copies are free.
 """
@@ -155,7 +156,8 @@ class Bits:
         self._per_element = self._time_per_element(nodes, copies, cast_share)
 
     def node_time(self, node: NodeWays, way: Way) -> float:
-        return self._at_base[node.node] * get_format(way.compute).storage_bits / _BITS_BASE
+        multiplied = node.traced if keeps_wide(way.recipe) else way.compute
+        return self._at_base[node.node] * get_format(multiplied).storage_bits / _BITS_BASE
 
     def copy_time(self, copy: OperandCopy, stored: str | None) -> float:
         return self._per_element * copy.numel if copy.quantised else 0.0
