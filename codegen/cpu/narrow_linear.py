@@ -1,7 +1,8 @@
 """A linear whose weight alone is narrow, on CPUs: `dsmp::narrow_linear`, an operator that compilers do not look into.
 
 It takes the model's own parameter and multiplies by what was packed of it (packs.py): fp16, int8 with a scale a row,
-or int4 with a scale for every 128 values of a row, rounded as `fake_quantize` rounds them under the plan's recipe.
+or int4 with a scale for every 128 values of a row, rounded as `fake_quantize` rounds them under the plan's recipe; int4
+somewhat finer, since it uses all 16 values (the farthest of a group is -8, where `fake_quantize` stops at 7).
 Up to `ROWS` rows the C++ kernels of small_linear.cpp widen weights as they read them. For more rows they would widen
 each weight again and again: the weight is widened once a call, and the product is torch's.
 """
