@@ -1,12 +1,15 @@
 """What wire formats cost and save: bytes, step time and error of gradients on several processes of this machine.
 
-    python -m bench.distributed [--ranks 2 4] [--json FILE]
+    python -m bench.distributed [--ranks 2 4] [--compile] [--json FILE]
 
 The embedded small GPT over gloo on the loopback interface. Each case is a mesh and a ZeRO stage; its formats run
 interleaved, one step each in turn. `bytes` are those that a rank sends in a step, losses and statistics included;
 `step` is the median of forward and backward on rank 0, all ranks started together; `error` is the largest relative
 error over parameters against one process. Loopback is faster than any network, so that encoding shows in full: times
 here bound what encoding costs, not what sending less gains.
+
+`--compile` measures in place of all that what rewriting collectives adds to compile times: the seconds until the first
+forward and backward through Inductor are done, from empty caches, for ZeRO 0 and 3.
 """
 
 from __future__ import annotations
@@ -17,11 +20,13 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._inductor.utils import fresh_cache
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
@@ -30,6 +35,7 @@ from dsmp.codegen.collective_nodes import graph_ring_bytes
 from dsmp.compiler.parallelize import assemble, cut_model
 from dsmp.compiler.small_gpt import SmallGpt, SmallGptConfig, small_gpt_batch
 
+COMPILED = ("fp32", "bf16", "int8")
 WIRES = ("fp32", "bf16", "fp8", "int8", "int4")
 REPEATS = 7
 LAYERS = 2
@@ -106,11 +112,42 @@ def measure(rank: int, ranks: int, store: str, result: str) -> None:
     dist.destroy_process_group()
 
 
-def rows_for(ranks: int) -> list[Row]:
+def measure_compiling(rank: int, ranks: int, store: str, result: str) -> None:
+    """Seconds of compiling on one rank; rank 0 writes the rows."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    batch = small_gpt_batch()
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
+    rows: list[Row] = []
+    for zero in (0, 3):
+        cut = cut_model(small_gpt(), mesh, inputs=batch, zero=zero)
+        seconds: dict[str, list[float]] = {w: [] for w in COMPILED}
+        for turn, wire in enumerate(("fp32", *COMPILED, *reversed(COMPILED))):
+            dist.barrier()
+            with fresh_cache():
+                started = time.perf_counter()
+                module = assemble(cut, wire=wire, executor="inductor")
+                args, kwargs = module.shard_inputs(*batch)
+                module(*args, **kwargs).backward()
+            if turn:  # the first one loads what all need
+                seconds[wire].append(time.perf_counter() - started)
+            torch._dynamo.reset()
+        medians = {w: statistics.median(s) for w, s in seconds.items()}
+        for wire, value in medians.items():
+            row: Row = {"case": f"ZeRO {zero}", "ranks": ranks, "wire": wire, "compile s": value,
+                        "compile / fp32": value / medians["fp32"]}  # fmt: skip
+            rows.append(row)
+    if rank == 0:
+        Path(result).write_text(json.dumps(rows), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def rows_for(ranks: int, run: Callable[[int, int, str, str], None] = measure) -> list[Row]:
     """The rows of so many processes."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "rows.json"
-        spawn(measure, (ranks, str(Path(folder) / "store"), str(result)), nprocs=ranks)
+        spawn(run, (ranks, str(Path(folder) / "store"), str(result)), nprocs=ranks)
         found: list[Row] = json.loads(result.read_text(encoding="utf-8"))
     return found
 
@@ -118,9 +155,11 @@ def rows_for(ranks: int) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="numbers of processes")
+    parser.add_argument("--compile", action="store_true", help="measure compile times instead")
     parser.add_argument("--json", type=Path, dest="json_file")
     arguments = parser.parse_args()
-    rows = [row for ranks in arguments.ranks for row in rows_for(ranks)]
+    run = measure_compiling if arguments.compile else measure
+    rows = [row for ranks in arguments.ranks for row in rows_for(ranks, run)]
     show("wire formats of collectives", rows, arguments.json_file)
 
 

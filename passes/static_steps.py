@@ -15,6 +15,8 @@ from torch import Tensor
 
 TOP = 127
 """The largest byte of a quantised activation."""
+_SMALLEST = torch.finfo(torch.float32).tiny
+"""Scales are fp32 and are divided by: no range is so narrow that its values matter below."""
 
 
 class Steps(NamedTuple):
@@ -28,7 +30,7 @@ def steps_of(low: float, high: float) -> Steps:
     """The finest steps whose bytes [0, TOP] reach from `low` to `high` and hold 0 exactly."""
     low, high = min(low, 0.0), max(high, 0.0)
     scale = (high - low) / TOP
-    if not scale > 0.0 or not math.isfinite(scale):
+    if not scale >= _SMALLEST or not math.isfinite(scale):
         return Steps(1.0, 0)
     return Steps(scale, round(-low / scale))
 

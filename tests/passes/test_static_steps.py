@@ -33,7 +33,8 @@ def test_values_beyond_go_to_the_ends_and_nan_stays():
 
 
 def test_a_range_without_extent_has_steps_of_one():
-    assert steps_of(0.0, 0.0) == Steps(1.0, 0) == steps_of(0.0, math.inf)
+    assert steps_of(0.0, 0.0) == Steps(1.0, 0) == steps_of(0.0, math.inf) == steps_of(0.0, 1e-40)
+    assert fake_quantize_static(torch.zeros(2), 0.0, 1e-44).tolist() == [0.0, 0.0]
 
 
 def test_strides_and_empty_tensors():
