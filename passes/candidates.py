@@ -205,11 +205,12 @@ class _Finder:
         return None if seen is None else seen.ends
 
     def _refused_weight(self, key: NodeKey, name: str) -> Reason | None:
-        """Why a linear's weights may not be stored in a format."""
+        """Why a linear's weights may not be stored in a format. An output head's may: its products and results stay as
+        traced, and what its weights lose is in the score."""
         verdict = stores_weights(self.device, name)
         if not verdict.ok:
             return Reason(code="verdict", text=verdict.reason)
-        return self._vetoed(key, name)
+        return self._vetoed(key, name, but="veto-head")
 
     def _refused(self, node: fx.Node, key: NodeKey, traced: str, name: str) -> Reason | None:
         """Why no recipe makes a format possible."""
@@ -227,8 +228,8 @@ class _Finder:
             return Reason(code="verdict", text=verdict.reason)
         return self._vetoed(key, name)
 
-    def _vetoed(self, key: NodeKey, name: str) -> Reason | None:
-        barring = next((v for v in self.vetoes.get(key, ()) if v.bars(name)), None)
+    def _vetoed(self, key: NodeKey, name: str, but: str = "") -> Reason | None:
+        barring = next((v for v in self.vetoes.get(key, ()) if v.bars(name) and v.code != but), None)
         return Reason(code=barring.code, text=f"no {name}: {barring.text}") if barring else None
 
     def _raw_input(self, node: fx.Node) -> Reason | None:

@@ -132,6 +132,14 @@ def test_weights_beyond_fp16_and_activations_of_unknown_range_are_barred():
     assert "int8:wide/row" in labels(found)
 
 
+def test_the_weights_of_an_output_head_may_be_narrow_its_products_not():
+    (graph,) = capture(nn.Sequential(*map(nn.Linear, (256, 256), (256, 9))), (torch.randn(64, 256),), training=False)
+    key = "1|fprop|linear|0"
+    head = ways(graph, AVX2, scores([key], ranges={"lhs": STEPS}))[key]
+    assert labels(head) == ["fp32", "fp16:wide/none", "int8:wide/row", "int4:wide/1x128"]
+    assert reason(head, "int8:row/row").code == "veto-head"
+
+
 def test_few_rows_gain_nothing_from_static_steps():
     (graph,) = capture(nn.Sequential(*map(nn.Linear, (256, 256), (256, 9))), (torch.randn(4, 256),), training=False)
     key = "0|fprop|linear|0"
