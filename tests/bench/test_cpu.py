@@ -92,7 +92,7 @@ def test_workloads_are_what_they_say(name: str) -> None:
             assert torch.equal(outputs[0], work.model()(*next(iter(work.cases.values()))))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_smallest_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rows.json"
     cpu.main(["--models", "tiny", "--threads", "1", "--rounds", "2", "--rows", "2", "--json", str(file)])
