@@ -35,7 +35,6 @@ from bench.cpu_variants import BASELINE, EAGER, FP32, TORCHAO_NOTE, UNPLANNED, V
 from bench.interleaved import Measured, VariantError, Worker, measure
 from bench.table import Row, save, show
 from dsmp.codegen.cpu.extension import cpu_operators
-from dsmp.codegen.cpu.int8_ops import int8_operators
 
 SLOWER = 0.97
 """A ratio to torch.compile below this is reported."""
@@ -205,9 +204,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--skip-bf16", action="store_true", help="without autocast, which is slow where bf16 is")
     parser.add_argument("-o", "--json", type=Path, dest="json_file")
     arguments = parser.parse_args(argv)
-    for verdict in (cpu_operators(), int8_operators()):
-        if not verdict:
-            print(verdict.reason)
+    verdict = cpu_operators()
+    if not verdict.ok:
+        print(verdict.reason)
     sizes = Sizes(rows=arguments.rows, batches=arguments.batches, layers=arguments.layers)
     notes = [TORCHAO_NOTE]
     rows = run(

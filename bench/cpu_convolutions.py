@@ -14,7 +14,6 @@ hold together, for a model each.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -27,8 +26,9 @@ from torch._inductor.compile_fx import compile_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from bench.table import Row, show
+from bench.timing import in_turns
+from dsmp.codegen.cpu.extension import cpu_operators
 from dsmp.codegen.cpu.int8_graph import lower_int8, why_not
-from dsmp.codegen.cpu.int8_ops import int8_operators
 from dsmp.codegen.cpu.packs import clear, packed_bytes
 from dsmp.compiler.tracing import compile_eagerly
 from dsmp.passes.static_steps import Steps, steps_of
@@ -101,25 +101,13 @@ def variants(name: str, batch: int, *, inductor: bool) -> dict[str, Call]:
     return found
 
 
-def milliseconds(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
-    """CPU milliseconds of this thread, per variant and round."""
-    names = list(calls)
-    taken: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            started = time.thread_time_ns()
-            calls[name]()
-            taken[name].append((time.thread_time_ns() - started) / 1e6)
-    return taken
-
-
 def rows_of(name: str, batch: int, *, inductor: bool, rounds: int) -> list[Row]:
     torch._dynamo.reset()
     clear()
     calls = variants(name, batch, inductor=inductor)
     packed = packed_bytes() / 1e6
     wanted, outputs = calls["fp32 eager"](), {title: call() for title, call in calls.items()}
-    taken = milliseconds(calls, rounds)
+    taken = {title: [1e3 * t for t in found] for title, found in in_turns(calls, rounds).items()}
     best = min((t for t in taken if t.startswith("fp32")), key=lambda t: median(taken[t]))
     return [
         {
@@ -144,7 +132,7 @@ def main() -> int:
     parser.add_argument("--inductor", action="store_true")
     parser.add_argument("-o", "--json", type=Path)
     options = parser.parse_args()
-    verdict = int8_operators()
+    verdict = cpu_operators()
     if not verdict.ok:
         print(verdict.reason)
         return 2

@@ -16,6 +16,7 @@ fbgemm's int8 rounds rows of x to 7 bits, ours (`a16`) to 16, and int4 `a8` to 8
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import statistics
@@ -30,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench.table import Row, show
-from bench.timing import seconds
+from bench.timing import in_turns
 from dsmp.codegen.cpu.extension import cpu_operators
 
 COLD_BYTES = 160_000_000
@@ -115,15 +116,13 @@ def _call(op: Callable[..., Tensor], packed: object, *rest_and_x: object) -> Ten
 
 
 def measure(found: Sequence[Implementation], x: Tensor, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each implementation in every round, in turn."""
-    times: dict[str, list[float]] = {i.name: [] for i in found}
-    for round in range(repeats + 2):
-        for implementation in found:
-            product = implementation.copies[round % len(implementation.copies)]
-            took = seconds(partial(product, x))
-            if round >= 2:  # the first calls pay for pages and threads
-                times[implementation.name].append(took)
-    return times
+    """Seconds of each implementation in every round; the first calls pay for pages and threads."""
+
+    def on_copies(implementation: Implementation) -> Callable[[], object]:
+        copies = itertools.cycle(implementation.copies)
+        return lambda: next(copies)(x)
+
+    return in_turns({i.name: on_copies(i) for i in found}, repeats, untimed=2)
 
 
 def rows_of(weight: Tensor, found: Sequence[Implementation], m: int, repeats: int) -> Iterator[Row]:

@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +21,10 @@ import torch
 import dsmp
 from bench.table import Row, show
 from bench.tasks import Task, TaskDataError, load
+from bench.timing import in_turns
 
 TASKS = ("minilm", "mobilenet", "crepe", "deeplc")
 _RUNS = 15
-
-
-def times(calls: Mapping[str, Callable[[], Any]], runs: int = _RUNS) -> dict[str, float]:
-    """Median milliseconds of processor time of each call, in turns."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(runs + 2):
-        for name, call in calls.items():
-            started = time.thread_time()
-            call()
-            if turn >= 2:  # the first ones compile, pack and warm caches
-                found[name].append(1e3 * (time.thread_time() - started))
-    return {name: statistics.median(values) for name, values in found.items()}
 
 
 def row(task: Task, budget: str, inductor: bool) -> Row:
@@ -53,7 +40,9 @@ def row(task: Task, budget: str, inductor: bool) -> Row:
         if inductor:
             plain = torch.compile(model)
             calls["torch.compile"] = lambda: plain(*batch)
-        found = times(calls)
+        # the first rounds compile, pack and warm caches
+        taken = in_turns(calls, _RUNS, untimed=2)
+        found = {name: 1e3 * statistics.median(values) for name, values in taken.items()}
     products = Counter(f"{d.compute} {d.recipe}" for d in plan if d.op in ("linear", "conv"))
     best = min(ms for name, ms in found.items() if name != "plan")
     return {

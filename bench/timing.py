@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
@@ -16,6 +16,19 @@ def timed(make: Callable[[], T]) -> tuple[T, float]:
     started = time.perf_counter()
     made = make()
     return made, time.perf_counter() - started
+
+
+def in_turns(calls: Mapping[str, Callable[[], object]], rounds: int, *, untimed: int = 0) -> dict[str, list[float]]:
+    """`seconds` of every call in every round, in rotated order, after rounds that are not timed."""
+    names = list(calls)
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds + untimed):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            took = seconds(calls[name])
+            if turn >= untimed:
+                taken[name].append(took)
+    return taken
 
 
 def seconds(run: Callable[[], object]) -> float:

@@ -320,9 +320,9 @@ def _narrow_linear(
             return None
         turns += int(turned)
         (weight,) = weight.all_input_nodes
-    if node_op(weight) == "dsmp.held_weight" and not is_held(weight, product.compute):
-        return None
-    if is_held(weight, product.compute):
+    if node_op(weight) == "dsmp.held_weight":
+        if not is_held(weight, product.compute):
+            return None
         held, form, size, _ = weight.args
         args: tuple[object, ...] = (left, held, bias, form, size, 0.0, 0)
         target = torch.ops.dsmp.held_linear.default

@@ -16,7 +16,7 @@ from ..errors import InvalidOptionError, KernelUnavailableError, did_you_mean
 from ..hardware_db.capability import Device, Verdict
 from ..hardware_db.formats import get_format, is_static, keeps_wide, split_recipe
 from ..hardware_db.work import GemmShape, Work
-from .cpu.int8_ops import int8_operators
+from .cpu.extension import cpu_operators
 from .cpu.narrow_linear import narrow_linear_available
 from .half_ops import HALF_OPS
 from .kernels.block_gemm import block_gemm_available
@@ -222,10 +222,10 @@ def _torch_tf32(product: Product, device: Device) -> Verdict:
 def _cpu_narrow_linear(product: Product, device: Device) -> Verdict:
     if device.kind != "cpu" or product.aten not in ("aten.mm", "aten.addmm"):
         return _no("it is for linears on CPUs")
-    recipes = {r.name for r in split_recipe(product.recipe)}
-    if "wide" not in recipes:
+    if not keeps_wide(product.recipe):
         return _no(f"it keeps activations wide, not {product.recipe}")
-    return narrow_linear_available(product.compute, next(r for r in recipes if r != "wide"))
+    (weight,) = product.recipes - {"wide"}
+    return narrow_linear_available(product.compute, weight)
 
 
 def _cpu_int8(product: Product, device: Device) -> Verdict:
@@ -235,7 +235,7 @@ def _cpu_int8(product: Product, device: Device) -> Verdict:
         return _no(
             f"it multiplies int8 with static activations (static/row), not {product.compute} by {product.recipe}"
         )
-    return int8_operators()
+    return cpu_operators()
 
 
 def _simulation(product: Product, device: Device) -> Verdict:

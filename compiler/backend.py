@@ -25,8 +25,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from ..codegen.audit import Audit
-from ..codegen.cpu.held_graph import take_apart
-from ..codegen.cpu.int8_ops import int8_operators
+from ..codegen.cpu.extension import cpu_operators
 from ..codegen.lower_products import Lowering
 from ..codegen.sending import has_collectives, unmatched_globs
 from ..errors import NoEffectError, PlanHardwareError, UnknownHardwareError
@@ -46,7 +45,7 @@ from .options import Options, parse_options
 from .outside_graphs import gradient_reducer
 from .pipeline import assemble_plan, check_plan_hardware, log, report_undecided
 from .plan_registry import being_compiled, compiled_name, defer, remember, remember_audit
-from .tracing import compile_eagerly, explicit_precision, fake_inputs, parameter_indices, parameter_nodes, trace
+from .tracing import compile_eagerly, explicit_precision, fake_inputs, parameter_indices, trace, weight_nodes
 
 
 def dsmp(
@@ -165,7 +164,7 @@ class PrecisionPass(CustomGraphPass):
                 log.warning("dsmp: a plan made for %s is replayed for %s", plan.hardware, self.device.id)
             check_plan_hardware(plan, self.device)
         # Inductor's caches may know the graph: then nothing but this loads the operators that it calls.
-        self.operators = int8_operators().ok if self._lowering().native and _needs_operators(plan) else None
+        self.operators = cpu_operators().ok if self._lowering().native and _needs_operators(plan) else None
 
     def _device(self, name: str | None) -> Device:
         if name in (None, "auto", self.running.id):
@@ -179,7 +178,7 @@ class PrecisionPass(CustomGraphPass):
 
     def apply(self, gm: fx.GraphModule) -> None:
         """Run the pass on a graph module."""
-        parameters = parameter_nodes(gm, self.parameter_indices) | take_apart(gm)
+        parameters = weight_nodes(gm, self.parameter_indices)
         key_graph(gm, self.names, parameters)
         self._check_wire(gm)
         decisions = self._decisions(gm, parameters)

@@ -20,7 +20,6 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from ..codegen.cpu.held_graph import take_apart
 from ..errors import CaptureError, DsmpError
 from ..passes.even_splits import expect_even_splits
 from ..passes.graph import complete_halves, is_joint
@@ -28,7 +27,7 @@ from ..passes.keys import KeyReport, ModuleNames, assign_keys, key_of
 from ..passes.split_backward import split_backward
 from .capture_state import ModelState, uncompiled
 from .identity import frame_names, module_names
-from .tracing import parameter_indices, parameter_nodes, trace
+from .tracing import parameter_indices, trace, weight_nodes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +123,7 @@ def _capture_calls(
         names = frame_names()
         names = ModuleNames(by_id={**names.by_id, **root_names}, frame=names.frame)
         graph = trace(gm, example_inputs)
-        parameters = parameter_nodes(graph, parameter_indices(example_inputs)) | take_apart(graph)
+        parameters = weight_nodes(graph, parameter_indices(example_inputs))
         graphs.append(CapturedGraph(gm=graph, parameters=parameters, keys=key_graph(graph, names, parameters)))
         return gm.forward
 
@@ -194,5 +193,5 @@ def _capture_exported(program: ExportedProgram, training: bool) -> CapturedGraph
     gm = copy.deepcopy(program.graph_module)
     with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(training):
         graph = trace(gm, inputs)
-    parameters = parameter_nodes(graph, parameter_indices(inputs)) | take_apart(graph)
+    parameters = weight_nodes(graph, parameter_indices(inputs))
     return CapturedGraph(gm=graph, parameters=parameters, keys=key_graph(graph, ModuleNames(), parameters))

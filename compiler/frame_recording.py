@@ -15,7 +15,6 @@ from torch._dynamo.guards import GuardBuilder
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..codegen.cpu.held_graph import take_apart
 from ..errors import CalibrationError
 from ..passes.differentiable import run
 from ..passes.graph import concrete, output_node, placeholders
@@ -24,7 +23,7 @@ from .batches import Batch
 from .capture import CapturedGraph, key_graph
 from .objective import LOSS, Manner, Objective
 from .recording import RecordedCall
-from .tracing import PARTITION_ARGUMENTS, parameter_indices, parameter_nodes, trace
+from .tracing import PARTITION_ARGUMENTS, parameter_indices, trace, weight_nodes
 
 
 def record_frame(
@@ -65,7 +64,7 @@ def record_frame(
 
 
 def _keyed(graph: fx.GraphModule, inputs: Sequence[Any], names: ModuleNames) -> CapturedGraph:
-    parameters = parameter_nodes(graph, parameter_indices(inputs)) | take_apart(graph)
+    parameters = weight_nodes(graph, parameter_indices(inputs))
     return CapturedGraph(gm=graph, parameters=parameters, keys=key_graph(graph, names, parameters))
 
 

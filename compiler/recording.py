@@ -18,7 +18,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
-from ..codegen.cpu.held_graph import take_apart
 from ..errors import CalibrationError, CaptureError, DsmpError
 from ..passes.graph import placeholders
 from ..passes.keys import ModuleNames, plain_path
@@ -28,7 +27,7 @@ from .capture_state import ModelState, uncompiled
 from .identity import frame_names, module_names
 from .objective import LOSS, Objective, traced_step
 from .saved_activations import copy_graph
-from .tracing import PARTITION_ARGUMENTS, explicit_precision, parameter_indices, parameter_nodes
+from .tracing import PARTITION_ARGUMENTS, explicit_precision, parameter_indices, weight_nodes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,7 +186,7 @@ def record_graph(
     found: dict[str, Any] = {}
 
     def key(graph: fx.GraphModule) -> CapturedGraph:
-        parameters = parameter_nodes(graph, parameter_indices(example_inputs)) | take_apart(graph)
+        parameters = weight_nodes(graph, parameter_indices(example_inputs))
         return CapturedGraph(gm=graph, parameters=parameters, keys=key_graph(graph, names, parameters))
 
     def partition(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 
+from ..codegen.cpu.extension import cpu_operators
 from ..codegen.cpu.held_modules import NO_STEPS, HeldConv2d, HeldLinear
 from ..codegen.cpu.held_weights import STATIC
-from ..codegen.cpu.int8_ops import int8_operators
 from ..errors import PlanMismatchError, ReleaseError
 from ..hardware_db.formats import is_static, keeps_wide
 from ..passes.keys import FPROP, NodeKey
@@ -100,7 +100,7 @@ def _check(model: nn.Module, plan: PrecisionPlan) -> None:
         )
     if any(m.training for m in model.modules()):
         raise ReleaseError("the model is in training mode, and weights are released for inference: call model.eval().")
-    verdict = int8_operators()
+    verdict = cpu_operators()
     if not verdict.ok:
         raise ReleaseError(f"packed weights need dsmp's C++ operators, and {verdict.reason}")
 

@@ -26,6 +26,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 
+from ..codegen.cpu.held_graph import take_apart
 from ..codegen.eager import lower_for_eager
 from ..errors import CaptureError
 from ..passes.graph import placeholders
@@ -117,6 +118,11 @@ def fake_inputs(example_inputs: Sequence[Any]) -> list[Any]:
 def parameter_indices(example_inputs: Sequence[Any]) -> frozenset[int]:
     """Which inputs of a Dynamo graph are parameters."""
     return frozenset(i for i, x in enumerate(example_inputs) if isinstance(x, torch.nn.Parameter))
+
+
+def weight_nodes(graph: fx.GraphModule, indices: frozenset[int]) -> frozenset[fx.Node]:
+    """`parameter_nodes`, and the weights that released layers hold packed: their products become torch's, in place."""
+    return parameter_nodes(graph, indices) | take_apart(graph)
 
 
 def parameter_nodes(graph: fx.GraphModule, indices: frozenset[int]) -> frozenset[fx.Node]:

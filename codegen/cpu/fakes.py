@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import int8_ops
+
 _ROWS = 16
 """Rows of a weight in one panel (layout.h)."""
 _STEPS = {"fp32": (4, 256), "fp16": (4, 128), "int8": (4, 64), "int4": (8, 64)}
@@ -35,6 +37,8 @@ def register_fakes() -> None:
         _register(name, _linear_int8)
     for name in ("linear_int4", "linear_int4_a16", "linear_int4_a8"):
         _register(name, _linear_int4)
+    for name, fake in int8_ops.FAKES.items():
+        _register(name, fake)
 
 
 def _register(name: str, fake: Callable[..., Any]) -> None:

@@ -31,12 +31,4 @@ inline int64_t fingerprint(const at::Tensor& weight) {
   return static_cast<int64_t>(hash);
 }
 
-// The same of many weights: one call for all weights of a model costs less than one for each.
-inline std::vector<int64_t> fingerprints(at::TensorList weights) {
-  std::vector<int64_t> hashes;
-  hashes.reserve(weights.size());
-  for (const at::Tensor& weight : weights) hashes.push_back(fingerprint(weight));
-  return hashes;
-}
-
 }  // namespace dsmp

@@ -20,7 +20,8 @@ from torch import Tensor, fx
 
 from ...errors import KernelUnavailableError, ReleasedTrainingError
 from ...passes.graph import node_op
-from .int8_ops import int8_operators, window
+from .extension import cpu_operators
+from .int8_ops import window
 from .narrow_linear import PACK, narrow_product, widened
 
 STATIC = "static"
@@ -48,7 +49,7 @@ def is_held(node: Any, format: str = STATIC) -> bool:
 
 
 def _need_operators() -> None:
-    verdict = int8_operators()
+    verdict = cpu_operators()
     if not verdict.ok:
         raise KernelUnavailableError(f"packed weights need dsmp's C++ operators: {verdict.reason}")
 

@@ -21,8 +21,8 @@ from torch import fx
 from ...passes.graph import aten, node_op, value_of
 from ...passes.insertion import fake_result, insert_call
 from ...passes.static_steps import Steps
+from .extension import cpu_operators
 from .held_weights import is_held
-from .int8_ops import int8_operators
 from .int8_patterns import Fused, Pool, following_activation, fused, gated
 from .int8_patterns import max_pool as matched_pool
 
@@ -82,7 +82,7 @@ class _Rewriting:
         self.narrow_residuals = narrow_residuals
         self.order = {n: i for i, n in enumerate(self.graph.nodes)}
         chosen = sorted(steps, key=self.order.__getitem__)
-        verdict = int8_operators()
+        verdict = cpu_operators()
         self.reasons = {n: why_not(n) if verdict.ok else verdict.reason for n in chosen}
         self.steps = {n: s for n, s in steps.items() if not self.reasons[n]}
         self.fused: dict[fx.Node, Fused] = {}

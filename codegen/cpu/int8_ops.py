@@ -30,36 +30,11 @@ and int8_convolution_packed and int8_linear_packed, which read `payload, scales,
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from ...hardware_db.capability import Verdict
-from .extension import cpu_operators
-
-_lock = threading.Lock()
-
-
-def int8_operators() -> Verdict:
-    """Whether the operators are there: builds and loads them at the first call, and tells compilers their shapes.
-
-    A process that runs a compiled graph from a cache calls this before, as nothing else loads the operators there.
-    """
-    with _lock:
-        return _loaded()
-
-
-@functools.cache
-def _loaded() -> Verdict:
-    verdict = cpu_operators()
-    if verdict.ok:
-        for name, fake in _FAKES.items():
-            torch.library.register_fake(f"dsmp_cpu::{name}", fake)
-    return verdict
 
 
 def _image(x: Tensor, channels: int, size: Sequence[int | torch.SymInt], dtype: torch.dtype) -> Tensor:
@@ -80,7 +55,7 @@ def _convolved(x: Tensor, size: Sequence[int], *rest: Any) -> Tensor:
     return _image(x, size[0], window(x, size[2:], stride, padding, dilation), dtype)
 
 
-_FAKES: dict[str, Callable[..., Tensor]] = {
+FAKES: dict[str, Callable[..., Tensor]] = {
     "int8_convolution": lambda x, weight, *rest: _convolved(x, weight.shape, *rest),
     "int8_convolution_packed": lambda x, payload, scales, sums, size, *rest: _convolved(x, size, *rest),
     "int8_linear_packed": lambda x, payload, scales, sums, size, *_: x.new_empty((*x.shape[:-1], size[0])),
@@ -90,3 +65,4 @@ _FAKES: dict[str, Callable[..., Tensor]] = {
     "int8_max_pool": lambda x, *how: _image(x, x.shape[1], window(x, *how), torch.uint8),
     "int8_weight": lambda weight, _: weight.new_empty(weight.shape),
 }
+"""What each operator returns on fake tensors."""

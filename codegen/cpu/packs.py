@@ -76,11 +76,8 @@ def clear() -> None:
 
 
 def fingerprint(weight: Tensor) -> int:
-    """A hash of 64 of a weight's numbers, the last among them."""
-    if hasattr(torch.ops.dsmp_cpu, "fingerprint"):
-        return int(torch.ops.dsmp_cpu.fingerprint(weight))
-    flat = weight.detach().reshape(-1)
-    return hash(tuple(flat[:: max(1, len(flat) // 64)].tolist()) + tuple(flat[-1:].tolist()))
+    """A hash of 64 of a weight's numbers, the last among them. Needs the C++ operators, as packing does."""
+    return int(torch.ops.dsmp_cpu.fingerprint(weight))
 
 
 def _sweep() -> None:

@@ -318,7 +318,6 @@ Tensor linear_int4_fixed(const Tensor& x, const Tensor& payload, const Tensor& s
 TORCH_LIBRARY(dsmp_cpu, m) {
   using namespace dsmp;
   m.def("fingerprint(Tensor weight) -> int");
-  m.def("fingerprints(Tensor[] weights) -> int[]");
   m.def("pack_fp32(Tensor weight) -> Tensor");
   m.def("pack_fp16(Tensor weight) -> Tensor");
   m.def("pack_int8(Tensor weight) -> (Tensor payload, Tensor scales)");
@@ -341,7 +340,6 @@ TORCH_LIBRARY(dsmp_cpu, m) {
 TORCH_LIBRARY_IMPL(dsmp_cpu, CPU, m) {
   using namespace dsmp;
   m.impl("fingerprint", fingerprint);
-  m.impl("fingerprints", fingerprints);
   m.impl("pack_fp32", pack_fp32_op);
   m.impl("pack_fp16", pack_fp16_op);
   m.impl("pack_int8", pack_int8_op);

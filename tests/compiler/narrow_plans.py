@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import dsmp
-from dsmp.codegen.cpu.int8_ops import int8_operators
+from dsmp.codegen.cpu.extension import cpu_operators
 from dsmp.passes.plan import Decision, PrecisionPlan
 
-needs_operators = pytest.mark.skipif(not int8_operators().ok, reason=int8_operators().reason)
+needs_operators = pytest.mark.skipif(not cpu_operators().ok, reason=cpu_operators().reason)
 
 FORMS = {
     "fp16": {"compute": "fp16", "recipe": "wide/none", "accumulate": "fp32"},

@@ -18,8 +18,8 @@ from torch._inductor.utils import fresh_cache
 import dsmp
 from dsmp.codegen.audit import Ran
 from dsmp.codegen.cpu import packs
+from dsmp.codegen.cpu.extension import cpu_operators
 from dsmp.codegen.cpu.held_modules import HeldConv2d, HeldLinear
-from dsmp.codegen.cpu.int8_ops import int8_operators
 from dsmp.compiler import released
 from dsmp.errors import PlanMismatchError, ReleasedTrainingError, ReleaseError
 from dsmp.hardware_db.capability import Verdict
@@ -269,7 +269,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = nn.Linear(64, 64).eval()
     report = dsmp.release_weights(alone, narrow_plan(alone, x, "int8"))
     assert report.left == {"": "it is the model itself, which cannot be replaced in place; put it into a module"}
-    monkeypatch.setattr(released, "int8_operators", lambda: Verdict(ok=False, reason="there is no C++ compiler"))
+    monkeypatch.setattr(released, "cpu_operators", lambda: Verdict(ok=False, reason="there is no C++ compiler"))
     with pytest.raises(ReleaseError, match=r"there is no C\+\+ compiler"):
         dsmp.release_weights(model, plan)
     assert isinstance(model.up, nn.Linear), "nothing was replaced"
@@ -284,7 +284,7 @@ def test_weights_that_cannot_be_packed_are_left() -> None:
 
 
 def test_packed_int8_operators_refuse_what_does_not_fit() -> None:
-    assert int8_operators().ok
+    assert cpu_operators().ok
     ops = torch.ops.dsmp_cpu
     payload, scales, sums = ops.int8_pack(torch.randn(16, 8), 1)
     for args in ((payload[:-1], scales, sums), (payload, scales[1:], sums), (payload, scales, sums.float())):

@@ -11,27 +11,14 @@ from torch import fx, nn
 from torch._inductor.compile_fx import compile_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dsmp.codegen.cpu.int8_graph import Lowered, lower_int8, why_not
-from dsmp.codegen.cpu.int8_ops import int8_operators
+from bench.cpu_convolutions import Ranges
+from dsmp.codegen.cpu.extension import cpu_operators
+from dsmp.codegen.cpu.int8_graph import Lowered, lower_int8
 from dsmp.compiler.tracing import compile_eagerly
 from dsmp.passes.graph import calls, concrete
-from dsmp.passes.static_steps import Steps, steps_of
+from dsmp.passes.static_steps import Steps
 
-needs_operators = pytest.mark.skipif(not int8_operators().ok, reason=int8_operators().reason)
-
-
-class Ranges(fx.Interpreter):
-    """Runs a graph and notes how what convolutions and linears read is quantised."""
-
-    def __init__(self, gm: fx.GraphModule) -> None:
-        super().__init__(gm)
-        self.steps: dict[fx.Node, Steps] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        if n.op == "call_function" and not why_not(n):
-            x = self.env[next(a for a in n.args if isinstance(a, fx.Node) and a.meta["val"].dim() > 1)]
-            self.steps[n] = steps_of(x.min().item(), x.max().item())
-        return super().run_node(n)
+needs_operators = pytest.mark.skipif(not cpu_operators().ok, reason=cpu_operators().reason)
 
 
 def steps_for(gm: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, Steps]:

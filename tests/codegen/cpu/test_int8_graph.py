@@ -206,7 +206,7 @@ def test_what_cannot_be_int8_is_left_alone_and_said() -> None:
 
 
 def test_without_operators_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int8_graph, "int8_operators", lambda: Verdict(ok=False, reason="no compiler"))
+    monkeypatch.setattr(int8_graph, "cpu_operators", lambda: Verdict(ok=False, reason="no compiler"))
     gm = aten_graph(F.conv2d, torch.randn(1, 4, 6, 6), torch.randn(8, 4, 3, 3))
     (node,) = nodes_of(gm, "aten.convolution")
     report = lower_int8(gm, {node: Steps(0.1, 3)})
