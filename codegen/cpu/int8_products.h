@@ -1,8 +1,9 @@
 // Inner loops of int8 convolutions: bytes of activations, within [0, 127], times signed 8-bit weights, added up in int32.
 //
 // Packed weights, dense: for each block of 16 output channels, for each tap, for each 8 input channels k: channels 0..7
-// times k 0..3, channels 8..15 times k 0..3, then both times k 4..7: 128 bytes. Two products of neighbouring k are added
-// in int16 and, with the two that are 4 apart, stay there: packing bounds weights so that the four never leave int16.
+// times k 0..3, channels 8..15 times k 0..3, then both times k 4..7: 128 bytes. Without VNNI, two products of neighbouring
+// k are added in int16 and, with the two that are 4 apart, stay there: packing bounds weights so that the four never leave
+// int16, on every machine, so that all give the same sums.
 // Depthwise: for each block of 16 channels, for each pair of taps, int16 pairs of channels 0-3, 8-11, 4-7, 12-15.
 #pragma once
 
@@ -25,6 +26,40 @@ struct Sums {
 };
 
 // Sums of R pixels: `rows` holds, tap after tap, one pointer per pixel; `depth` is the bytes per tap / 8.
+#if defined(__AVX512VNNI__)
+
+template <int R>
+inline void products(const uint8_t* const* rows, int64_t taps, int64_t depth, const int8_t* w, const int32_t* start,
+                     Sums* sums) {
+  // two sums per pixel, or each would wait for the one before
+  __m512i total[R][2];
+  for (int r = 0; r < R; ++r) {
+    total[r][0] = _mm512_loadu_si512(start);
+    total[r][1] = _mm512_setzero_si512();
+  }
+  for (int64_t tap = 0; tap < taps; ++tap) {
+    const uint8_t* x[R];
+    for (int r = 0; r < R; ++r) x[r] = rows[tap * kRows + r];
+    for (int64_t d = 0; d < depth; ++d, w += 128) {
+      const __m512i first = _mm512_loadu_si512(w), second = _mm512_loadu_si512(w + 64);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        int32_t four[2];
+        std::memcpy(four, x[r] + 8 * d, 8);
+        total[r][0] = _mm512_dpbusd_epi32(total[r][0], _mm512_set1_epi32(four[0]), first);
+        total[r][1] = _mm512_dpbusd_epi32(total[r][1], _mm512_set1_epi32(four[1]), second);
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    const __m512i whole = _mm512_add_epi32(total[r][0], total[r][1]);
+    sums[r].part[0] = _mm512_castsi512_si256(whole);
+    sums[r].part[1] = _mm512_extracti64x4_epi64(whole, 1);
+  }
+}
+
+#else
+
 template <int R>
 inline void products(const uint8_t* const* rows, int64_t taps, int64_t depth, const int8_t* w, const int32_t* start,
                      Sums* sums) {
@@ -56,6 +91,16 @@ inline void products(const uint8_t* const* rows, int64_t taps, int64_t depth, co
     for (int v = 0; v < 2; ++v) sums[r].part[v] = total[r][v];
 }
 
+#endif
+
+inline __m256i add_pairs(__m256i sum, __m256i a, __m256i b) {
+#if defined(__AVX512VNNI__)
+  return _mm256_dpwssd_epi32(sum, a, b);
+#else
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
+#endif
+}
+
 // Sums of 16 channels, each with weights of its own; taps(t) points at the first channel of tap t, of an even number.
 template <typename Taps>
 inline Sums depthwise_products(const Taps& taps, int64_t pairs, const int16_t* w, const int32_t* start) {
@@ -65,8 +110,8 @@ inline Sums depthwise_products(const Taps& taps, int64_t pairs, const int16_t* w
     const auto* second = reinterpret_cast<const __m128i*>(taps(2 * p + 1));
     const __m256i a = _mm256_cvtepu8_epi16(_mm_loadu_si128(first)), b = _mm256_cvtepu8_epi16(_mm_loadu_si128(second));
     const auto* pair = reinterpret_cast<const __m256i*>(w + 32 * p);
-    low = _mm256_add_epi32(low, _mm256_madd_epi16(_mm256_unpacklo_epi16(a, b), _mm256_loadu_si256(pair)));
-    high = _mm256_add_epi32(high, _mm256_madd_epi16(_mm256_unpackhi_epi16(a, b), _mm256_loadu_si256(pair + 1)));
+    low = add_pairs(low, _mm256_unpacklo_epi16(a, b), _mm256_loadu_si256(pair));
+    high = add_pairs(high, _mm256_unpackhi_epi16(a, b), _mm256_loadu_si256(pair + 1));
   }
   const auto* from = reinterpret_cast<const __m256i*>(start);
   return {{_mm256_add_epi32(_mm256_permute2x128_si256(low, high, 0x20), _mm256_loadu_si256(from)),

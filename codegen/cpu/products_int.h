@@ -90,8 +90,8 @@ DSMP_INLINE void add_pairs(i32x8 low, i32x8 high, const int32_t* x, IntSums<M>& 
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
     i32x8 by = all(x[m]);
-    sums.low[m] += pair_products(low, by);
-    sums.high[m] += pair_products(high, by);
+    sums.low[m] = add_pair_products(sums.low[m], low, by);
+    sums.high[m] = add_pair_products(sums.high[m], high, by);
   }
 }
 

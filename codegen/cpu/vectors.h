@@ -71,6 +71,15 @@ DSMP_INLINE i16x16 byte_products(i32x8 a, i32x8 b) {
 #endif
 }
 
+// `sum` and `pair_products`.
+DSMP_INLINE i32x8 add_pair_products(i32x8 sum, i32x8 a, i32x8 b) {
+#ifdef __AVX512VNNI__
+  return (i32x8)_mm256_dpwssd_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
+#else
+  return sum + pair_products(a, b);
+#endif
+}
+
 // Per 32-bit lane: its two signed 16-bit halves, added.
 DSMP_INLINE i32x8 pair_sums(i16x16 v) { return pair_products((i32x8)v, all(0x00010001)); }
 

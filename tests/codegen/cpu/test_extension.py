@@ -65,11 +65,15 @@ def test_other_systems(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_names_tell_flags_and_versions_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     names = []
-    for capability, version in (("AVX512", "1"), ("AVX2", "1"), ("DEFAULT", "1"), ("DEFAULT", "2")):
+    for capability, vnni, version in (
+        ("AVX512", True, "1"), ("AVX512", False, "1"), ("AVX2", True, "1"), ("DEFAULT", False, "1"),
+        ("DEFAULT", False, "2"),
+    ):  # fmt: skip
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda answer=capability: answer)
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda answer=vnni: {"avx512_vnni": answer})
         monkeypatch.setattr(torch, "__version__", version)
         names.append(extension.library_path())
-    assert names[0] == names[1] and len(set(names)) == 3
+    assert names[1] == names[2] and len(set(names)) == 4
     assert extension.instruction_flags() == ()
 
 
