@@ -126,7 +126,9 @@ def _candidates(properties: Properties, catalog: Catalog) -> list[DeviceRow]:
 
 
 def _fits_backend(profile: Architecture, properties: Properties) -> bool:
-    return profile.vendor in _vendors(properties)
+    # Intel's GPUs and its Gaudi parts have a runtime each
+    gaudi = profile.isa.startswith("hpu")
+    return profile.vendor in _vendors(properties) and gaudi == (properties.backend == "hpu")
 
 
 def _vendors(properties: Properties) -> tuple[Vendor, ...]:

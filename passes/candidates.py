@@ -25,7 +25,7 @@ from typing import cast
 from torch import fx
 
 from ..hardware_db.capability import Device, Verdict
-from ..hardware_db.formats import get_format, is_static, keeps_wide, split_recipe
+from ..hardware_db.formats import WIDE, get_format, is_static, keeps_wide, split_recipe
 from ..hardware_db.narrow_weights import stores_weights
 from ..hardware_db.schema import OpClass, natural_accumulator, recipe_accumulator
 from .cost import format_of
@@ -306,8 +306,7 @@ class _Finder:
     def _free(self, use: Use, narrow: str) -> bool:
         """Whether only GEMMs read a value and each of them may round it at least as much as `narrow` does."""
         return use.only_gemms and all(
-            any(w.blocked is None and (w.compute == narrow or _bits(w) <= 8) for w in self.arithmetic.get(g, ()))
-            for g in use.gemms
+            any(w.blocked is None and _rounds(w, narrow) for w in self.arithmetic.get(g, ())) for g in use.gemms
         )
 
     # scores
@@ -337,6 +336,11 @@ def _traced_way(traced: str) -> Way:
 def _traced(node: fx.Node) -> str:
     dtype = float_dtype(node)
     return (format_of(dtype) if dtype is not None else None) or "fp32"
+
+
+def _rounds(way: Way, narrow: str) -> bool:
+    """Whether a way rounds the activations that it reads at least as much as `narrow` does."""
+    return way.activation != WIDE.name and (way.compute == narrow or _bits(way) <= 8)
 
 
 def _bits(way: Way) -> int:

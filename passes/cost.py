@@ -27,7 +27,7 @@ from ..hardware_db.narrow_weights import narrow_weights_time
 from ..hardware_db.work import Work
 from .dataflow import source_of
 from .gemm import gemm_op, operand_nodes
-from .graph import is_backward, numel_of, operands, root, tensors_of
+from .graph import is_backward, node_op, numel_of, operands, root, tensors_of
 from .op_rules import Policy, rule_of
 from .regions import leaves_region
 from .workload import gemm_shape, tensor_of
@@ -35,6 +35,10 @@ from .workload import gemm_shape, tensor_of
 _DTYPE_FORMATS = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
 }  # fmt: skip
+_PICKING = frozenset({
+    "aten.embedding", "aten.index", "aten._unsafe_index", "aten.gather", "aten.index_select", "aten.take",
+    "aten.take_along_dim",
+})  # fmt: skip
 
 
 def format_of(dtype: torch.dtype) -> str | None:
@@ -118,7 +122,7 @@ class CostModel:
         if rule_of(node).policy is Policy.VIEW:
             return 0
         reads = self.border_reads(node, seen)
-        total = sum(read_bytes(source, operand, stored.get(source)) for source, operand in reads)
+        total = sum(read_bytes(node, source, operand, stored.get(source)) for source, operand in reads)
         return total + (value_bytes(node, stored.get(node)) if leaves_region(node) else 0)
 
     def border_reads(self, node: fx.Node, seen: set[tuple[fx.Node, bool]]) -> list[tuple[fx.Node, fx.Node]]:
@@ -148,10 +152,12 @@ def value_bytes(node: fx.Node, stored: str | None) -> int:
     return sum(_held_bytes(t, stored) for t in tensors_of(node))
 
 
-def read_bytes(source: fx.Node, operand: fx.Node, stored: str | None) -> int:
-    """Bytes that reading `operand`, a view of what `source` made, moves: a slice reads less than its source, an
-    expansion no more."""
-    return min(value_bytes(operand, stored), value_bytes(source, stored))
+def read_bytes(reader: fx.Node, source: fx.Node, operand: fx.Node, stored: str | None) -> int:
+    """Bytes that a node moves when it reads `operand`, a view of what `source` made: a slice reads less than its
+    source, an expansion no more, and who picks rows of a table reads those."""
+    whole = min(value_bytes(operand, stored), value_bytes(source, stored))
+    picks = node_op(reader) in _PICKING and reader.args[0] is operand
+    return min(whole, value_bytes(reader, stored)) if picks else whole
 
 
 def _held_bytes(tensor: torch.Tensor, stored: str | None) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from ..hardware_db.formats import get_format
+from ..hardware_db.formats import WIDE, get_format
 from .candidates import NodeWays, Way
 from .dataflow import source_of
 from .gemm import gemm_op, operand_nodes
@@ -64,11 +64,9 @@ def operand_copies(nodes: Iterable[NodeWays], parameters: frozenset[fx.Node]) ->
             source = source_of(value)
             turned = gemm.key.phase == WGRAD or (gemm.key.phase == DGRAD and not is_backward(source))
             for way in gemm.allowed:
-                if way.activation == "wide":
-                    continue
-                name = _form(way, gemm.traced)
-                scaled = None if way.activation in _ONE_SCALE else turned
-                identity = (value, name, way.activation, scaled)
+                name, recipe = _form(way, gemm.traced)
+                scaled = None if recipe in _ONE_SCALE else turned
+                identity = (value, name, recipe, scaled)
                 copy = found.get(identity)
                 if copy is None:
                     copy = found[identity] = OperandCopy(
@@ -76,7 +74,7 @@ def operand_copies(nodes: Iterable[NodeWays], parameters: frozenset[fx.Node]) ->
                         source=source,
                         traced=gemm.traced,
                         format=name,
-                        recipe=way.activation,
+                        recipe=recipe,
                         turned=scaled,
                     )
                 labels = copy.readers.setdefault(key, [])
@@ -85,6 +83,9 @@ def operand_copies(nodes: Iterable[NodeWays], parameters: frozenset[fx.Node]) ->
     return list(found.values())
 
 
-def _form(way: Way, traced: str) -> str:
-    """The format in which a way reads its operands from memory: tf32 is read from fp32."""
-    return way.compute if get_format(way.compute).storage_bits <= 16 else traced
+def _form(way: Way, traced: str) -> tuple[str, str]:
+    """The format and scales in which a way reads its operands from memory: as traced beside narrow weights, tf32 from
+    fp32."""
+    if way.activation == WIDE.name:
+        return traced, "none"
+    return way.compute if get_format(way.compute).storage_bits <= 16 else traced, way.activation

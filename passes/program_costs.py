@@ -69,7 +69,7 @@ class Roofline(CostModel):
         known = {n.node for n in nodes}
         self._packed = device.kind == "cpu" and not any(is_backward(n) for n in known)
         seen: set[tuple[fx.Node, bool]] = set()
-        self._reads: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
+        self._reads: defaultdict[fx.Node, list[tuple[fx.Node, fx.Node]]] = defaultdict(list)
         self._constant: Counter[fx.Node] = Counter()
         self._traffic_bytes: dict[tuple[fx.Node, str], int] = {}
         self._products: dict[Hashable, _Product] = {}
@@ -79,9 +79,9 @@ class Roofline(CostModel):
                 continue
             for source, operand in self.border_reads(found.node, seen):
                 if source in known:
-                    self._reads[source].append(operand)
+                    self._reads[source].append((found.node, operand))
                 else:
-                    self._constant[found.node] += read_bytes(source, operand, None)
+                    self._constant[found.node] += read_bytes(found.node, source, operand, None)
 
     def node_time(self, node: NodeWays, way: Way) -> float:
         seconds = self.memory_time(self._traffic(node.node, way.output))
@@ -98,7 +98,8 @@ class Roofline(CostModel):
         """Bytes that a node's result moves when it is stored as `output`, except what GEMMs read and write."""
         moved = self._traffic_bytes.get((node, output))
         if moved is None:
-            moved = self._constant[node] + sum(read_bytes(node, operand, output) for operand in self._reads[node])
+            reads = self._reads[node]
+            moved = self._constant[node] + sum(read_bytes(reader, node, operand, output) for reader, operand in reads)
             if gemm_op(node) is None and leaves_region(node):
                 moved += value_bytes(node, output)
             self._traffic_bytes[node, output] = moved

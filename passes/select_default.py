@@ -1,11 +1,11 @@
 """Decide without calibration: the device's tier, the op-rule table, vetoes, verdicts and the cost model.
 
 For a GEMM the device's ladder is walked from the most aggressive choice down. A choice is passed over when it is no
-narrower than the traced dtype, when a veto bars it, when the device's verdict refuses it, or, for 8-bit formats, when
-quantising costs more than the faster multiplication saves. On a calibrated device a format whose GEMMs of about this
-shape were measured to be no faster than fp32's is passed over as well. What was passed over, and why, is told in the
-reason. Every other operator keeps its traced precision; its result is stored in the tier's storage format when only
-narrow GEMMs read it. User rules come last and win.
+narrower than the traced dtype, when a veto bars it, when the device's verdict refuses it, or, for 8-bit formats and for
+inference on CPUs, when converting its operands costs more than the faster multiplication saves. On a calibrated device
+a format whose GEMMs of about this shape were measured to be no faster than fp32's is passed over as well. What was
+passed over, and why, is told in the reason. Every other operator keeps its traced precision; its result is stored in
+the tier's storage format when only narrow GEMMs read it. User rules come last and win.
 
 This module writes decisions and never touches the graph.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import cast
 
 from torch import fx
@@ -26,7 +27,7 @@ from .cast_motion import operand_storage
 from .cost import CostModel, format_of
 from .dataflow import readers
 from .gemm import gemm_op, operand_nodes
-from .graph import FLOAT_DTYPES, calls, float_dtype, root, shape_of, tensors_of, value_of
+from .graph import FLOAT_DTYPES, calls, float_dtype, is_joint, root, shape_of, tensors_of, value_of
 from .keys import WGRAD, NodeKey, key_of
 from .op_rules import Policy, class_of, is_known, rule_of
 from .plan import Decision, Rule
@@ -96,6 +97,7 @@ class _Selector:
         self.rules = rules
         self.cost = CostModel(device, parameters)
         self.nodes = [(n, k) for n in calls(gm) if (k := key_of(n)) is not None]
+        self.joint = is_joint(gm)
         self.vetoes = find_vetoes(gm)
         self.formats: dict[fx.Node, _Formats] = {}
         self.flops = {n: flops_of(n) for n, _ in self.nodes}
@@ -126,14 +128,14 @@ class _Selector:
         times = {c.format: self._gemm_time(node, key, traced, flops, c) for c in reversed(allowed)}
         chosen = allowed[0]
         code = "tier"
-        if get_format(chosen.format).storage_bits <= 8:
-            wider = next(c for c in allowed if get_format(c.format).storage_bits > 8)
-            if times[chosen.format] >= times[wider.format]:
-                refusals.append(
-                    f"{chosen.format} does not pay: {1e6 * times[chosen.format]:.1f} us with quantisation, "
-                    f"{wider.format} takes {1e6 * times[wider.format]:.1f} us"
-                )
-                chosen, code = wider, "cost"
+        paying = self._paying(allowed, times)
+        if paying != chosen:
+            extra = "quantisation" if get_format(chosen.format).storage_bits <= 8 else "casts"
+            refusals.append(
+                f"{chosen.format} does not pay: {1e6 * times[chosen.format]:.1f} us with {extra}, "
+                f"{paying.format} takes {1e6 * times[paying.format]:.1f} us"
+            )
+            chosen, code = paying, "cost"
         if code == "tier" and refusals:
             code = self._refusal_code(node, key, traced)
         text = f"{self.device.id} tier for {key.op}: {chosen.format}"
@@ -154,6 +156,19 @@ class _Selector:
             reason=Reason(code=code if chosen.format != traced or refusals else "tier", text=text),
             time_us={f: 1e6 * t for f, t in times.items()},
         )
+
+    def _paying(self, allowed: Sequence[Choice], times: Mapping[str, float]) -> Choice:
+        """The first choice that is faster than the next wider one. Down to 16 bits the tier decides, but for inference
+        on CPUs: a product of few rows does not earn back that its weights are converted at every call."""
+        for choice, wider in pairwise(allowed):
+            bits = get_format(choice.format).storage_bits
+            if bits <= 8:
+                wider = next(c for c in allowed if get_format(c.format).storage_bits > 8)
+            elif self.device.kind != "cpu" or self.joint:
+                return choice
+            if times[choice.format] < times[wider.format]:
+                return choice
+        return allowed[-1]
 
     def _allowed(self, node: fx.Node, key: NodeKey, traced: str, choice: Choice, refusals: list[str]) -> bool:
         if not _narrower(choice.format, traced):

@@ -682,6 +682,8 @@ def test_undifferentiated_products_of_every_kind(device):
     args = [torch.randn(s) for s in ((6, 8), (8, 5), (5,), (2, 4, 9, 9), (6, 4, 3, 3), (3, 7, 7))]
     graph = keyed_graph(function, *args, parameters=[1, 4])
     legal, report = applied(graph, default_plan(graph, device), storage=resolve(device).storage)
-    assert len(report.simulated) == (0 if resolve(device).ladder("linear")[0].format == "fp32" else 5)
+    # on CPUs so few numbers do not pay for their casts
+    wide = resolve(device).kind == "cpu" or resolve(device).ladder("linear")[0].format == "fp32"
+    assert len(report.simulated) == (0 if wide else 5)
     error = relative_error(flat(run(legal.gm, args)), flat(run(graph.gm, args)))
     assert error < (1e-6 if not report.simulated else 0.02)
