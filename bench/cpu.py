@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 
 from bench.cpu_models import GROUPS, NAMES, Sizes, Workload, workload
-from bench.cpu_variants import BASELINE, EAGER, FP32, TORCHAO_NOTE, UNPLANNED, Variant, make_plan, names_of
+from bench.cpu_variants import BASELINE, EAGER, FP32, TORCHAO_NOTE, WIDE, Variant, make_plan, names_of
 from bench.interleaved import Measured, VariantError, Worker, measure
 from bench.table import Row, save, show
 from dsmp.codegen.cpu.extension import cpu_operators
@@ -144,7 +144,7 @@ def overheads(rows: Sequence[Row]) -> list[str]:
         f"compile time over torch.compile's: {r['model']}, {r['case']}, {r['threads']} threads: "
         f"{float(r['x']) - 1:+.0%}"
         for r in rows
-        if r["variant"] == UNPLANNED
+        if r["variant"] == WIDE
     ]
 
 

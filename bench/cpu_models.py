@@ -125,6 +125,7 @@ def _bert(name: str, sizes: Sizes) -> Workload:
         model=model,
         cases={f"batch {b}": tokens(b, b) for b in sizes.batches},
         calibration=lambda: [tokens(1000 + i, 2) for i in range(2)],
+        budgets=("1%", "3%"),
         alone=tuple(f"encoder.layer.{i}" for i in range(layers)),
     )
 

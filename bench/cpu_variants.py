@@ -32,7 +32,7 @@ AUTOCAST = "torch.compile bf16 autocast"
 PACKED = "packed fp32 kernel"
 DYNAMIC = "torch.ao dynamic int8"
 TORCHAO, TORCHAO_BF16 = "torchao int8 weights", "torchao int8 weights, bf16"
-UNPLANNED = "dsmp without a plan"
+UNPLANNED, WIDE = "dsmp without a plan", "dsmp in fp32"
 FP32 = (EAGER, BASELINE, CHANNELS_LAST, COMPILED_CHANNELS_LAST, PACKED)
 """Variants of full precision: the best of them is what narrow formats have to beat."""
 
@@ -135,7 +135,10 @@ class Variant:
         """Arguments of torch.compile."""
         if not self.name.startswith("dsmp"):
             return {}
-        return {"backend": "dsmp", "options": {"hardware": "cpu"} if plan is None else {"plan": plan, "strict": True}}
+        if plan is not None:
+            return {"backend": "dsmp", "options": {"plan": plan, "strict": True}}
+        rules = [{"match": "*", "format": "fp32"}] if self.name == WIDE else []
+        return {"backend": "dsmp", "options": {"hardware": "cpu", "rules": rules}}
 
 
 def _small(x: Tensor) -> Tensor:
@@ -185,7 +188,7 @@ def names_of(work: Workload, *, bf16: bool = True) -> list[str]:
             names += [TORCHAO, TORCHAO_BF16]
     if work.name.startswith("linears") and cpu_operators():
         names.append(PACKED)
-    return [*names, UNPLANNED]
+    return [*names, UNPLANNED, WIDE]
 
 
 def make_plan(name: str, sizes: Sizes, title: str, budget: str, file: Path) -> str:

@@ -328,7 +328,7 @@ def _narrow_linear(
         target = torch.ops.dsmp.held_linear.default
         return low.call(target, args, before=node, like=node) if turns % 2 else None
     args = (left, weight, bias, product.compute, turns % 2 == 0)
-    return low.call(torch.ops.dsmp.narrow_linear.default, args, before=node, like=node)
+    return low.call(torch.ops.dsmp_cpu.narrow_linear.default, args, before=node, like=node)
 
 
 _BUILDERS: Mapping[str, _Builder] = {

@@ -381,8 +381,7 @@ def _overflow(known: NodeScores | None, text: str, *tensors: str) -> Reason | No
     if known is None:
         return None
     for name in tensors:
-        seen = known.ranges.get(name)
-        if seen is not None and seen.absmax > _FP16_LIMIT:
+        if (seen := known.ranges.get(name)) is not None and seen.absmax > _FP16_LIMIT:
             what = "the result" if name == "out" else f"operand {name}"
             limit = f"fp16 holds {2 * _FP16_LIMIT:.0f}, half of which is kept free"
             return Reason(code="overflow", text=f"no {text}: {what} reaches {seen.absmax:.4g}, {limit}")

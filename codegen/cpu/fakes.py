@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,10 @@ def register_fakes() -> None:
         _register(name, _linear_int8)
     for name in ("linear_int4", "linear_int4_a16", "linear_int4_a8"):
         _register(name, _linear_int4)
+    _register("narrow_linear", _narrow_linear)
+    _register("narrow_linear_packed", _narrow_linear_packed)
+    _register("narrow_pack", _narrow_pack)
+    _register("narrow_unpack", _narrow_unpack)
     for name, fake in int8_ops.FAKES.items():
         _register(name, fake)
 
@@ -91,3 +95,23 @@ def _linear_int4(
     x: Tensor, payload: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None, out_features: int, group: int
 ) -> Tensor:
     return _linear(x, payload, bias, out_features)
+
+
+def _narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None, format: str, transposed: bool) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1 if transposed else 0])
+
+
+def _narrow_linear_packed(
+    x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, format: str, out_features: int, in_features: int
+) -> Tensor:
+    return x.new_empty(x.shape[0], out_features)
+
+
+def _narrow_pack(weight: Tensor, format: str) -> list[Tensor]:
+    if format == "fp16":
+        return [_pack("fp16")(weight)]
+    return list(_pack_int8(weight) if format == "int8" else _pack_int4(weight, 128, True, False))
+
+
+def _narrow_unpack(packed: Sequence[Tensor], format: str, out_features: int, in_features: int) -> Tensor:
+    return _unpack(packed[0], out_features, in_features)

@@ -22,7 +22,6 @@ from ...errors import KernelUnavailableError, ReleasedTrainingError
 from ...passes.graph import node_op
 from .extension import cpu_operators
 from .int8_ops import window
-from .narrow_linear import PACK, narrow_product, widened
 
 STATIC = "static"
 """The format of int8 weights whose activations have static steps."""
@@ -40,7 +39,12 @@ def pack_weight(weight: Tensor, format: str, groups: int = 1) -> tuple[Tensor, .
     """
     _need_operators()
     weight = weight.detach()
-    return tuple(torch.ops.dsmp_cpu.int8_pack(weight, groups)) if format == STATIC else PACK[format](weight)
+    made = (
+        torch.ops.dsmp_cpu.int8_pack(weight, groups)
+        if format == STATIC
+        else torch.ops.dsmp_cpu.narrow_pack(weight, format)
+    )
+    return tuple(made)
 
 
 def is_held(node: Any, format: str = STATIC) -> bool:
@@ -56,18 +60,22 @@ def _need_operators() -> None:
 
 def _weight(packed: Sequence[Tensor], format: str, size: Sequence[int], groups: int) -> Tensor:
     _need_operators()
-    if format != STATIC:
-        return widened(packed, format, *size)
-    wide: Tensor = torch.ops.dsmp_cpu.int8_unpack(*packed, size, groups)
+    kernels = torch.ops.dsmp_cpu
+    wide: Tensor = (
+        kernels.int8_unpack(*packed, size, groups) if format == STATIC else kernels.narrow_unpack(packed, format, *size)
+    )
     return wide
 
 
 def _linear(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, format: str, size: Sequence[int], scale: float,
             zero: int) -> Tensor:  # fmt: skip
     _need_operators()
-    if format != STATIC:
-        return narrow_product(x, packed, bias, format, *size)
-    product: Tensor = torch.ops.dsmp_cpu.int8_linear_packed(x, *packed, size, bias, scale, zero, "none")
+    kernels = torch.ops.dsmp_cpu
+    product: Tensor = (
+        kernels.int8_linear_packed(x, *packed, size, bias, scale, zero, "none")
+        if format == STATIC
+        else kernels.narrow_linear_packed(x, packed, bias, format, *size)
+    )
     return product
 
 

@@ -58,7 +58,7 @@ Tensor unpacked(const PackedWeight& packed, IntArrayRef size, int64_t groups) {
 }
 
 Tensor int8_weight(const Tensor& weight, int64_t groups) {
-  return unpacked(*packed_weight(weight, groups), weight.sizes(), groups);
+  return unpacked(packed_weight(weight, groups), weight.sizes(), groups);
 }
 
 std::tuple<Tensor, Tensor, Tensor> int8_pack(const Tensor& weight, int64_t groups) {
@@ -186,7 +186,7 @@ Tensor int8_convolution(const Tensor& x, const Tensor& weight, const OptionalTen
                         double epsilon, const OptionalTensor& residual, IntArrayRef stride, IntArrayRef padding,
                         IntArrayRef dilation, int64_t groups, double x_scale, int64_t x_zero, double residual_scale,
                         int64_t residual_zero, c10::string_view activation, double out_scale, int64_t out_zero) {
-  return convolve(x, *packed_weight(weight, groups), weight.sizes(), bias, mean, variance, gain, shift, epsilon,
+  return convolve(x, packed_weight(weight, groups), weight.sizes(), bias, mean, variance, gain, shift, epsilon,
                   residual, stride, padding, dilation, groups, x_scale, x_zero, residual_scale, residual_zero,
                   activation, out_scale, out_zero);
 }
@@ -219,8 +219,8 @@ Tensor multiply(const Tensor& x, const PackedWeight& packed, int64_t n, int64_t 
 Tensor int8_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, double x_scale, int64_t x_zero,
                    c10::string_view activation) {
   TORCH_CHECK(weight.dim() == 2, "int8_linear: a weight has 2 axes, not the shape ", weight.sizes());
-  const auto packed = packed_weight(weight.unsqueeze(-1).unsqueeze(-1), 1);
-  return multiply(x, *packed, weight.size(0), weight.size(1), bias, x_scale, x_zero, activation);
+  const PackedWeight packed = packed_weight(weight.unsqueeze(-1).unsqueeze(-1), 1);
+  return multiply(x, packed, weight.size(0), weight.size(1), bias, x_scale, x_zero, activation);
 }
 
 Tensor int8_linear_packed(const Tensor& x, const Tensor& payload, const Tensor& scales, const Tensor& sums,
@@ -269,8 +269,6 @@ TORCH_LIBRARY_FRAGMENT(dsmp_cpu, m) {
   m.def(
       "int8_linear_packed(Tensor x, Tensor payload, Tensor scales, Tensor sums, int[] size, Tensor? bias, "
       "float x_scale, int x_zero, str activation) -> Tensor");
-  m.def("int8_packed_bytes() -> int", packed_bytes);
-  m.def("int8_forget() -> ()", forget);
 }
 
 TORCH_LIBRARY_IMPL(dsmp_cpu, CPU, m) {

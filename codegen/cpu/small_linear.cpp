@@ -19,6 +19,7 @@
 #include "pack.h"
 #include "products_fp32.h"
 #include "products_int.h"
+#include "small_linear.h"
 
 namespace dsmp {
 namespace {
@@ -149,21 +150,23 @@ Tensor packed(const Tensor& weight, const P& pack) {
   return payload;
 }
 
-Tensor pack_fp32_op(const Tensor& weight) {
+}  // namespace
+
+Tensor pack_fp32_weight(const Tensor& weight) {
   Tensor w = checked_weight(weight, false);
   return packed<Fp32>(w, [&](const float* from, int64_t rows, int64_t, uint8_t* out) {
     pack_fp32(from, rows, w.size(1), out);
   });
 }
 
-Tensor pack_fp16_op(const Tensor& weight) {
+Tensor pack_fp16_weight(const Tensor& weight) {
   Tensor w = checked_weight(weight, false);
   return packed<Fp16>(w, [&](const float* from, int64_t rows, int64_t, uint8_t* out) {
     pack_fp16(from, rows, w.size(1), out);
   });
 }
 
-std::tuple<Tensor, Tensor> pack_int8_op(const Tensor& weight) {
+std::tuple<Tensor, Tensor> pack_int8_weight(const Tensor& weight) {
   Tensor w = checked_weight(weight, true);
   Tensor scales = at::zeros({panels_of(w.size(0)), ROWS}, at::kFloat);
   auto* to = scales.mutable_data_ptr<float>();
@@ -173,7 +176,7 @@ std::tuple<Tensor, Tensor> pack_int8_op(const Tensor& weight) {
   return {payload, scales};
 }
 
-std::tuple<Tensor, Tensor, Tensor> pack_int4_op(const Tensor& weight, int64_t group, bool symmetric, bool half_scales) {
+std::tuple<Tensor, Tensor, Tensor> pack_int4_weight(const Tensor& weight, int64_t group, bool symmetric, bool half_scales) {
   Tensor w = checked_weight(weight, true);
   int64_t k = w.size(1), groups = (k + checked_group(group) - 1) / group, per_panel = groups * ROWS;
   auto dtype = half_scales ? at::kHalf : at::kFloat;
@@ -192,6 +195,8 @@ std::tuple<Tensor, Tensor, Tensor> pack_int4_op(const Tensor& weight, int64_t gr
 
 // ---- unpacking ----
 
+namespace {
+
 // unpack(place of the panel's payload, rows, panel, place of its first row) for all panels
 template <class F, class U>
 Tensor unpacked(const Tensor& payload, int64_t n, int64_t k, const U& unpack) {
@@ -204,26 +209,28 @@ Tensor unpacked(const Tensor& payload, int64_t n, int64_t k, const U& unpack) {
   return weight;
 }
 
-Tensor unpack_fp32_op(const Tensor& payload, int64_t n, int64_t k) {
+}  // namespace
+
+Tensor unpack_fp32_weight(const Tensor& payload, int64_t n, int64_t k) {
   return unpacked<Fp32>(payload, n, k, [&](const uint8_t* from, int64_t rows, int64_t, float* w) {
     unpack_fp32(from, rows, k, w);
   });
 }
 
-Tensor unpack_fp16_op(const Tensor& payload, int64_t n, int64_t k) {
+Tensor unpack_fp16_weight(const Tensor& payload, int64_t n, int64_t k) {
   return unpacked<Fp16>(payload, n, k, [&](const uint8_t* from, int64_t rows, int64_t, float* w) {
     unpack_fp16(from, rows, k, w);
   });
 }
 
-Tensor unpack_int8_op(const Tensor& payload, const Tensor& scales, int64_t n, int64_t k) {
+Tensor unpack_int8_weight(const Tensor& payload, const Tensor& scales, int64_t n, int64_t k) {
   const float* s = checked_scales(scales, n);
   return unpacked<Int8>(payload, n, k, [&](const uint8_t* from, int64_t rows, int64_t panel, float* w) {
     unpack_int8(from, rows, k, s + panel * ROWS, w);
   });
 }
 
-Tensor unpack_int4_op(
+Tensor unpack_int4_weight(
     const Tensor& payload, const Tensor& scales, const Tensor& zeros, int64_t n, int64_t k, int64_t group) {
   AllGroups groups(scales, zeros, n, k, group);
   return unpacked<Int4>(payload, n, k, [&](const uint8_t* from, int64_t rows, int64_t panel, float* w) {
@@ -236,6 +243,8 @@ Tensor unpack_int4_op(
 }
 
 // ---- products ----
+
+namespace {
 
 // sums(panel, place of the panel's payload, [m][16] of zeros to add to), then the output
 template <class F, class S>
@@ -264,6 +273,8 @@ Tensor linear32(const Call& call, const Tensor& payload, const float* scales) {
     panel_sums<F>(from, rows, {}, 0, sums);
   });
 }
+
+}  // namespace
 
 Tensor linear_fp32(const Tensor& x, const Tensor& payload, const Bias& bias, int64_t n) {
   return linear32<Fp32>(Call(x, bias, n), payload, nullptr);
@@ -297,6 +308,8 @@ Tensor linear_int4(const Tensor& x, const Tensor& payload, const Tensor& scales,
   });
 }
 
+namespace {
+
 template <class T>
 Tensor linear_int4_fixed(const Tensor& x, const Tensor& payload, const Tensor& scales, const Tensor& zeros,
                          const Bias& bias, int64_t n, int64_t group) {
@@ -313,6 +326,17 @@ Tensor linear_int4_fixed(const Tensor& x, const Tensor& payload, const Tensor& s
 }
 
 }  // namespace
+
+Tensor linear_int4_a16(const Tensor& x, const Tensor& payload, const Tensor& scales, const Tensor& zeros, const Bias& bias,
+                       int64_t n, int64_t group) {
+  return linear_int4_fixed<int16_t>(x, payload, scales, zeros, bias, n, group);
+}
+
+Tensor linear_int4_a8(const Tensor& x, const Tensor& payload, const Tensor& scales, const Tensor& zeros, const Bias& bias,
+                      int64_t n, int64_t group) {
+  return linear_int4_fixed<int8_t>(x, payload, scales, zeros, bias, n, group);
+}
+
 }  // namespace dsmp
 
 TORCH_LIBRARY(dsmp_cpu, m) {
@@ -340,19 +364,19 @@ TORCH_LIBRARY(dsmp_cpu, m) {
 TORCH_LIBRARY_IMPL(dsmp_cpu, CPU, m) {
   using namespace dsmp;
   m.impl("fingerprint", fingerprint);
-  m.impl("pack_fp32", pack_fp32_op);
-  m.impl("pack_fp16", pack_fp16_op);
-  m.impl("pack_int8", pack_int8_op);
-  m.impl("pack_int4", pack_int4_op);
-  m.impl("unpack_fp32", unpack_fp32_op);
-  m.impl("unpack_fp16", unpack_fp16_op);
-  m.impl("unpack_int8", unpack_int8_op);
-  m.impl("unpack_int4", unpack_int4_op);
+  m.impl("pack_fp32", pack_fp32_weight);
+  m.impl("pack_fp16", pack_fp16_weight);
+  m.impl("pack_int8", pack_int8_weight);
+  m.impl("pack_int4", pack_int4_weight);
+  m.impl("unpack_fp32", unpack_fp32_weight);
+  m.impl("unpack_fp16", unpack_fp16_weight);
+  m.impl("unpack_int8", unpack_int8_weight);
+  m.impl("unpack_int4", unpack_int4_weight);
   m.impl("linear_fp32", linear_fp32);
   m.impl("linear_fp16", linear_fp16);
   m.impl("linear_int8", linear_int8);
   m.impl("linear_int8_a16", linear_int8_a16);
   m.impl("linear_int4", linear_int4);
-  m.impl("linear_int4_a16", linear_int4_fixed<int16_t>);
-  m.impl("linear_int4_a8", linear_int4_fixed<int8_t>);
+  m.impl("linear_int4_a16", linear_int4_a16);
+  m.impl("linear_int4_a8", linear_int4_a8);
 }

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from bench import cpu, cpu_models, cpu_variants
-from bench.cpu_variants import AUTOCAST, BASELINE, DYNAMIC, EAGER, UNPLANNED
+from bench.cpu_variants import AUTOCAST, BASELINE, DYNAMIC, EAGER, WIDE
 from bench.interleaved import Measured, measure
 from dsmp.codegen.cpu.extension import cpu_operators
 
@@ -52,7 +52,7 @@ def test_rows_and_what_is_too_slow() -> None:
     work = cpu_models.workload("tiny", cpu_models.Sizes(rows=(1,)))
     found = {
         EAGER: figures([2.0, 2.0]), BASELINE: figures([1.0, 1.0]), "dsmp 1%": figures([2.0, 2.0], 1.25),
-        UNPLANNED: figures([1.0, 1.0]),
+        WIDE: figures([1.0, 1.0]),
     }  # fmt: skip
     rows = list(cpu.rows_of(work, {"1 rows": found}, 1, "0.1-0.2"))
     ours = next(r for r in rows if r["variant"] == "dsmp 1%")
@@ -97,8 +97,8 @@ def test_the_smallest_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     file = tmp_path / "rows.json"
     cpu.main(["--models", "tiny", "--threads", "1", "--rounds", "2", "--rows", "2", "--json", str(file)])
     rows = {r["variant"]: r for r in json.loads(file.read_text())["rows"]}
-    assert {EAGER, BASELINE, AUTOCAST, DYNAMIC, UNPLANNED, "dsmp 1%"} <= set(rows)
-    assert rows[EAGER]["drift"] == 0 and rows[BASELINE]["drift"] < 1e-6 and rows[UNPLANNED]["drift"] < 1e-6
+    assert {EAGER, BASELINE, AUTOCAST, DYNAMIC, WIDE, "dsmp 1%"} <= set(rows)
+    assert rows[EAGER]["drift"] == 0 and rows[BASELINE]["drift"] < 1e-6 and rows[WIDE]["drift"] < 1e-6
     assert all(r["ms"] > 0 and r["rounds"] == 2 for r in rows.values())
     assert rows[BASELINE]["x compile"] == 1 and rows[BASELINE]["compile s"] > 0
     if cpu_operators():

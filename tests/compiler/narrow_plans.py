@@ -57,7 +57,8 @@ def narrow_plan(model: nn.Module, x: Tensor, form: str) -> PrecisionPlan:
     classes = ("linear", "conv") if form == "static" else ("linear",)
 
     def changed(d: Decision) -> Decision:
-        return d.model_copy(update=FORMS[form]) if d.op in classes else d
+        traced = {"compute": d.traced, "output": d.traced, "recipe": "none"}  # whatever the tier of this CPU says
+        return d.model_copy(update={**traced, **(FORMS[form] if d.op in classes else {})})
 
     plan = dsmp.plan(model, x, hardware="cpu", training=False)
     return plan.model_copy(update={"nodes": [changed(d) for d in plan]})

@@ -17,6 +17,7 @@ from dsmp.hardware_db.formats import get_format
 from dsmp.hardware_db.measurement import GemmPoint, Measurement
 from dsmp.passes.candidates import narrow_storage, ways_of
 from dsmp.passes.gemm import gemm_op, takes_recipe
+from dsmp.passes.operand_copies import operand_copies
 from dsmp.passes.ranges import Range
 from dsmp.passes.scores import NodeScores, Score, Scores
 from dsmp.passes.sensitivity import SCORED_ARITHMETIC
@@ -386,3 +387,28 @@ def test_a_bias_keeps_a_value_from_being_free():
     (graph,) = capture(Shared(), (torch.randn(8, 8), torch.randn(8, 8)), training=False)
     exp = next(n for n in ways(graph).values() if n.node.name == "exp")
     assert not exp.rounded_by_readers
+
+
+def test_narrow_weights_alone_do_not_round_what_they_read():
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(32, 32)
+
+        def forward(self, x):
+            return self.up(x.exp())
+
+    (graph,) = capture(Reads(), (torch.randn(64, 32),), training=False)
+    known = scores(ways(graph, "epyc-9654"))
+    nodes = [n for n in ways(graph, "epyc-9654", known).values() if gemm_op(n.node) or n.node.name == "exp"]
+    (form,) = [c for c in operand_copies(nodes, graph.parameters) if c.format == "fp32"]
+    assert form.source.name == "exp"
+    assert form.readers["up|fprop|linear|0"] == ["fp32", "fp16:wide/none", "int8:wide/row", "int4:wide/1x128"]
+    free = {n.node.name: n.rounded_by_readers for n in nodes}
+    assert free["exp"], "bf16 products round it themselves"
+
+    device = resolve("epyc-9654")
+    peaks = {rate: peak for rate, peak in device.vector_peaks.items() if rate == "fp32@fp32"}
+    found = ways(graph, replace(device, vector_peaks=peaks, matrix_peaks={}), known)
+    assert any("wide" in label for label in labels(found["up|fprop|linear|0"]))
+    assert not any(n.rounded_by_readers for n in found.values())

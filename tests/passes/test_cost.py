@@ -274,6 +274,13 @@ def test_only_what_is_read_of_an_outside_value_counts():
     assert borders(lambda x, y: x.expand(100, 10) * y, torch.randn(10), torch.randn(100, 10)) == [0, 40 + 4000 + 4000]
 
 
+def test_rows_of_a_table_count_not_the_table():
+    table, ids = torch.randn(1000, 8), torch.tensor([3, 5, 3])
+    assert borders(lambda t, i: t[i].exp(), table, ids) == [3 * 32 + 3 * 8, 3 * 32]
+    assert borders(lambda t, i: F.embedding(i, t), table, ids) == [3 * 32 + 3 * 8 + 3 * 32]
+    assert borders(lambda t: t.exp(), table) == [2 * 32000]
+
+
 def test_products_are_outside():
     moved = borders(lambda x, w: (x.exp() @ w).sin(), torch.randn(3, 4), torch.randn(4, 5))
     assert moved == [48 + 48, 60 + 60]

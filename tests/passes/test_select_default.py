@@ -326,3 +326,22 @@ def test_user_casts_and_mixed_models_keep_their_own_dtypes():
     plan = select(graph, "a100")
     assert plan["low|fprop|linear|0"].compute == plan["low|fprop|linear|0"].output == "bf16"
     assert (plan["high|fprop|linear|0"].compute, plan["high|fprop|linear|0"].output) == ("tf32", "fp32")
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(1, "fp32"), (256, "bf16")])
+def test_cpus_convert_weights_at_every_call_only_where_it_pays(rows, expected):
+    (graph,) = capture(nn.Linear(1024, 1024), (torch.randn(rows, 1024),), training=False)
+    made = select_default(graph.gm, resolve("epyc-9654"), parameters=graph.parameters)
+    (linear,) = [d for d in made.decisions if d.op == "linear"]
+    assert linear.compute == expected
+    assert (linear.reason.code, "bf16 does not pay" in linear.reason.text) == (
+        ("cost", True) if expected == "fp32" else ("tier", False)
+    )
+    assert linear.time_us[expected] == min(linear.time_us.values())
+
+
+def test_attention_in_bf16_is_slower_on_zen4(captured):
+    (graph,) = captured("sdpa", False)
+    made = select_default(graph.gm, resolve("epyc-9654"), parameters=graph.parameters)
+    assert {d.compute for d in made.decisions if d.op == "sdpa"} == {"fp32"}
+    assert "attention" in resolve("epyc-9654").supports("sdpa", None, "bf16").reason

@@ -11,7 +11,7 @@ import torch
 from int8_models import Int8, needs_operators
 from torch import Tensor, nn
 
-from dsmp.codegen.cpu.packs import clear, packed, packed_bytes
+from dsmp.codegen.cpu.packs import clear, packed_bytes
 
 OPERATORS = torch.ops.dsmp_cpu
 
@@ -27,11 +27,15 @@ def native(weight: Tensor) -> Tensor:
     return OPERATORS.int8_weight(weight, 1)
 
 
-def generic(weight: Tensor) -> Tensor:
-    return packed(weight, "copy", torch.clone)
+def alone(weight: Tensor) -> Tensor:
+    """What a linear by a weight of int8 multiplies by."""
+    matrix = weight.flatten(1)
+    product: Tensor = OPERATORS.narrow_linear(torch.eye(matrix.shape[1]), matrix, None, "int8", False)
+    return product.t().reshape(weight.shape)
 
 
-BOTH = [pytest.param(native, marks=needs_operators), generic]
+BOTH = [native, alone]
+pytestmark = needs_operators
 
 
 def tripled(weight: Tensor) -> None:
@@ -79,19 +83,22 @@ def test_memory_goes_with_its_weight_and_is_not_taken_for_another(pack: Callable
 
 
 def test_a_weight_is_packed_once() -> None:
-    weight, calls = torch.randn(4, 4), []
+    weight, x = torch.randn(64, 64), torch.eye(64)
 
-    def build(w: Tensor) -> Tensor:
-        calls.append(w)
-        return w.clone()
+    def product(format: str, transposed: bool = False) -> Tensor:
+        found: Tensor = OPERATORS.narrow_linear(x, weight, None, format, transposed)
+        return found
 
-    first = packed(weight, "copy", build)
-    assert packed(weight, "copy", build) is first and len(calls) == 1
-    assert packed(weight.t(), "copy", build) is not first  # another view of it
-    assert packed(weight, "other", build) is not first
-    assert packed_bytes() == 3 * 64
+    first = product("fp16")
+    weight.data[0, 1] += 1  # a single number: neither the version counter nor the fingerprint tells
+    assert torch.equal(product("fp16"), first)
+    assert packed_bytes() == 64 * 64 * 2
+    assert torch.equal(product("fp16", True), weight.half().float()), "transposed it is packed of its own"
+    product("int8")
+    assert packed_bytes() == 2 * 64 * 64 * 2 + 64 * 64 + 64 * 4
     clear()
-    assert packed(weight, "copy", build) is not first
+    assert packed_bytes() == 0
+    assert torch.equal(product("fp16"), weight.t().half().float())
 
 
 @pytest.mark.parametrize("pack", BOTH)
@@ -109,7 +116,6 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3)).eval()
 
 
-@needs_operators
 def test_a_compiled_model_follows_its_weights() -> None:
     net, other, x = model(), model(), torch.randn(2, 3, 12, 12)
     for parameter in other.parameters():
@@ -141,7 +147,6 @@ def test_a_compiled_model_follows_its_weights() -> None:
     follows()
 
 
-@needs_operators
 def test_threads_share_one_model() -> None:
     net, x = model(), torch.randn(4, 2, 3, 12, 12)
     int8 = Int8(net)
