@@ -32,7 +32,8 @@ from ..errors import NoEffectError, PlanHardwareError, UnknownHardwareError
 from ..hardware_db.capability import Device
 from ..hardware_db.detect import detect, resolve_hardware
 from ..hardware_db.formats import is_static, keeps_wide
-from ..passes.keys import ModuleNames
+from ..passes.graph import calls
+from ..passes.keys import ModuleNames, key_of
 from ..passes.plan import Decision, PrecisionPlan
 from ..passes.plan_fields import GEMM_CLASSES
 from ..passes.select_default import rules_without_a_node, select_default
@@ -43,7 +44,7 @@ from .frame_recording import bind_to_weights, record_frame
 from .identity import frame_names, module_paths
 from .options import Options, parse_options
 from .outside_graphs import gradient_reducer
-from .pipeline import assemble_plan, check_plan_hardware, log, report_undecided
+from .pipeline import assemble_plan, check_plan_hardware, log, report_repeated, report_undecided
 from .plan_registry import being_compiled, compiled_name, defer, remember, remember_audit
 from .tracing import compile_eagerly, explicit_precision, fake_inputs, parameter_indices, trace, weight_nodes
 
@@ -181,6 +182,7 @@ class PrecisionPass(CustomGraphPass):
         parameters = weight_nodes(gm, self.parameter_indices)
         key_graph(gm, self.names, parameters)
         self._check_wire(gm)
+        keys = [str(key) for node in calls(gm) if (key := key_of(node)) is not None]
         decisions = self._decisions(gm, parameters)
         applied = apply_decisions(
             gm,
@@ -195,6 +197,7 @@ class PrecisionPass(CustomGraphPass):
         plan = self.options.plan
         if plan is not None:
             report_undecided(applied.report.undecided, plan.model.source, strict=self.options.strict)
+            report_repeated(plan, keys, strict=self.options.strict)
         if applied.audit is not None:
             self._check_globs(applied.audit)
             remember_audit(applied.audit, self._target())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from typing import cast
 
@@ -14,7 +15,7 @@ from ..hardware_db.capability import Device
 from ..hardware_db.formats import get_format, is_static, keeps_wide, split_recipe
 from ..hardware_db.narrow_weights import stores_weights
 from ..hardware_db.schema import OpClass, recipe_accumulator
-from ..passes.keys import NodeKey
+from ..passes.keys import FPROP, NodeKey
 from ..passes.plan import Decision, ModelInfo, PrecisionPlan, Prediction, Rule, fingerprint
 from ..passes.plan_fields import GEMM_CLASSES
 from ..passes.select_default import Selection, require, rules_without_a_node, select_default
@@ -118,6 +119,27 @@ def _not_executed(decision: Decision, is_gemm: bool) -> str:
     return ""
 
 
+def report_repeated(plan: PrecisionPlan, keys: Iterable[str], *, strict: bool) -> None:
+    """Say which products run once in a graph but several times, in different formats, in its plan: an error under
+    strict, else a warning."""
+    there, first = set(keys), dict[NodeKey, Decision]()
+    for d in plan:
+        if d.op not in GEMM_CLASSES:
+            continue
+        run = replace(NodeKey.parse(d.key), ordinal=0)
+        if d.key in there:
+            first.setdefault(run, d)
+        elif run in first and not first[run].same_formats(d):
+            text = (
+                f"all runs of {run} follow the plan's decision for the first one, {first[run].compute} "
+                f"{first[run].recipe}: {plan.model.source} has {d.key} in {d.compute} {d.recipe}, which this graph has "
+                "not. Compile what runs the module several times as a whole, or plan one format for it by a rule"
+            )
+            if strict:
+                raise PlanMismatchError(f"{text}.")
+            log.warning("dsmp: %s.", text)
+
+
 def report_undecided(undecided: Iterable[str], source: str, *, strict: bool) -> None:
     """Say which nodes of a graph a plan does not know: an error under strict, else a warning; they stay as traced."""
     keys = list(undecided)
@@ -126,6 +148,11 @@ def report_undecided(undecided: Iterable[str], source: str, *, strict: bool) -> 
     named = f"{', '.join(keys[:5])}{' ...' if len(keys) > 5 else ''}"
     nodes = "1 GEMM is" if len(keys) == 1 else f"{len(keys)} GEMMs are"
     text = f"{nodes} not in the plan for {source}: {named}. Make the plan from the same model and inputs"
+    if all(NodeKey.parse(key).phase != FPROP for key in keys):
+        text = (
+            f"{nodes} not in the plan for {source}, which has no backward pass: {named}. Call the compiled model under "
+            "torch.no_grad() or torch.inference_mode(), make a plan of a training step"
+        )
     if strict:
         raise PlanMismatchError(f"{text}, or compile without strict to keep their traced precision.")
     log.warning("dsmp: %s; until then they keep their traced precision.", text)

@@ -22,6 +22,11 @@ from ..passes.static_steps import steps_of
 from .console import bytes_text
 from .identity import module_names
 
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
+    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReleaseReport:
@@ -146,6 +151,8 @@ def _why_left(layer: _Layer, users: Mapping[int, Sequence[str]]) -> str:
     kinds = {(d.compute, d.recipe, d.static_range if is_static(d.recipe) else None) for d in decisions}
     if len(kinds) > 1:
         return "its products are planned in several ways"
+    if isinstance(module, (HeldLinear, HeldConv2d)):
+        return "it holds a packed weight already"
     if type(module) not in (nn.Linear, nn.Conv2d):
         return f"it is {type(module).__name__}, neither nn.Linear nor nn.Conv2d, and may read its weight in other ways"
     assert isinstance(module, (nn.Linear, nn.Conv2d))
@@ -156,12 +163,20 @@ def _why_left(layer: _Layer, users: Mapping[int, Sequence[str]]) -> str:
     weight = module.weight
     if weight.dtype != torch.float32 or weight.device.type != "cpu":
         return f"its weight is {weight.dtype} on {weight.device}, not fp32 on a CPU"
-    if any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)):
+    if any(getattr(module, hooks) for hooks in _HOOKS):
         return "it has hooks, which would be lost"
+    plain = nn.Conv2d(1, 1, 1, device="meta") if isinstance(module, nn.Conv2d) else nn.Linear(1, 1, device="meta")
+    if own := sorted(_own(module) - _own(plain) - {"_compiled_call_impl"}):
+        return f"it has {', '.join(own[:5])} of its own, which would be lost"
     sharing = users[weight.untyped_storage()._cdata]
     if len(sharing) > 1:
         return f"its weight is shared: {', '.join(sharing)}"
     return ""
+
+
+def _own(module: nn.Module) -> set[str]:
+    """What a module holds, by name: attributes, parameters, buffers and modules."""
+    return {*module.__dict__, *module._parameters, *module._buffers, *module._modules}
 
 
 def _held(layer: _Layer) -> HeldLinear | HeldConv2d:

@@ -12,8 +12,8 @@ operand itself, and its score says what that costs. Readers that do not must the
 storage (see `formulate`).
 
 A linear's weights alone may be narrow (recipe `wide`) where the device has such products, in graphs without a backward
-pass: a training step would change the weights after each use. CPUs whose tier stores fp32 store nothing narrower
-between the nodes of such graphs: what is read again soon lies in their caches, and converting it takes time.
+pass: a training step would change the weights after each use. CPUs store nothing narrower than traced between the nodes
+of such graphs: what is read again soon lies in their caches, and converting it takes time.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from .plan_fields import Reason
 from .regions import leaves_region
 from .scores import NodeScores, Score, Scores
 from .sensitivity import SCORED_ARITHMETIC, has_one_weight, weight_operands
+from .static_steps import has_steps
 from .value_use import Use, use_of
 from .vetoes import find_vetoes
 from .workload import gemm_shape
@@ -52,7 +53,7 @@ _RAW_CONTRACTION = 16
 _FEW_ROWS = 16
 _IN_FP16 = {"fp16": ("lhs", "rhs", "out"), "fp16:wide/none": ("rhs",)}
 """Which tensors of a product these ways hold in fp16 without a scale."""
-_NO_RANGE = Reason(code="unscored", text="calibration saw no range of the activations, which static steps reach over")
+_NO_RANGE = Reason(code="unscored", text="calibration saw no range of the activations for static steps to reach over")
 _FP16_LIMIT = get_format("fp16").max / 2
 
 
@@ -126,8 +127,7 @@ class _Finder:
         self.parameters = parameters
         self.scores = scores
         self.joint = is_joint(gm)
-        cached = device.kind == "cpu" and device.storage == "fp32" and not self.joint
-        self.storage = None if cached else narrow_storage(device)
+        self.storage = None if device.kind == "cpu" and not self.joint else narrow_storage(device)
         self.vetoes = find_vetoes(gm)
         self.nodes = [
             (n, k) for n in calls(gm) if (k := key_of(n)) is not None and rule_of(n).policy is not Policy.VIEW
@@ -202,7 +202,7 @@ class _Finder:
         """The smallest and largest value that calibration saw of the activations."""
         known = self._known(key)
         seen = known.ranges.get("lhs") if known is not None else None
-        return None if seen is None else seen.ends
+        return seen.ends if seen is not None and seen.ends is not None and has_steps(*seen.ends) else None
 
     def _refused_weight(self, key: NodeKey, name: str) -> Reason | None:
         """Why a linear's weights may not be stored in a format. An output head's may: its products and results stay as

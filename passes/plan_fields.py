@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, SerializerFunctionWr
 from ..errors import DsmpError
 from ..hardware_db.formats import get_format, split_recipe
 from .keys import NodeKey
+from .static_steps import has_steps
 
 GEMM_CLASSES = frozenset({"linear", "matmul", "conv", "sdpa", "grouped_mm"})
 STORED_FORMATS = ("fp64", "fp32", "bf16", "fp16")
@@ -51,6 +52,8 @@ KeyText = Annotated[str, AfterValidator(_known_key)]
 def _a_range(ends: tuple[float, float] | None) -> tuple[float, float] | None:
     if ends is not None and ends[0] > ends[1]:
         raise ValueError(f"a range goes from its smallest to its largest value, not from {ends[0]:g} to {ends[1]:g}")
+    if ends is not None and not has_steps(*ends):
+        raise ValueError(f"values from {ends[0]:g} to {ends[1]:g} have no steps: the range must reach a normal number")
     return ends
 
 

@@ -30,7 +30,7 @@ from typing import Protocol
 from torch import fx
 
 from ..hardware_db.capability import Device
-from ..hardware_db.formats import get_format, keeps_wide, split_recipe
+from ..hardware_db.formats import get_format, is_static, keeps_wide, split_recipe
 from .candidates import NodeWays, Way
 from .cost import CostModel, read_bytes, storage_bytes, value_bytes
 from .dataflow import readers
@@ -40,6 +40,10 @@ from .labels import split_label
 from .operand_copies import OperandCopy
 from .regions import leaves_region
 from .workload import flops_of
+
+_STATIC_CALL_S = 5e-6
+"""Seconds that calling a product of static steps takes beyond a library's: measured on a Zen 4 core, 8.5 against 3.8
+microseconds for a convolution of 16 channels."""
 
 _BITS_FLOP_PER_US = 1e9
 _BITS_BASE = 16
@@ -118,6 +122,8 @@ class Roofline(CostModel):
             if not self.device.rated(compute, accumulate):
                 compute, accumulate = "fp32", "fp32"  # emulated
             seconds = self.product_time(node, flops_of(node), compute, accumulate, way.output)
+            if is_static(way.recipe):
+                seconds += _STATIC_CALL_S
             if not (self._packed and get_format(compute).storage_bits <= 8):
                 seconds += self.preparation(node, compute, split_recipe(way.recipe), "fp32", weights_only=True)
             known = _Product(seconds=seconds, moved=self.gemm_bytes(node, way.compute, way.output))

@@ -26,13 +26,23 @@ class Steps(NamedTuple):
     zero: int
 
 
+def has_steps(low: float, high: float) -> bool:
+    """Whether a range is wide enough, and finite, for bytes to stand for its values."""
+    scale = _scale(low, high)
+    return scale >= _SMALLEST and math.isfinite(scale)
+
+
 def steps_of(low: float, high: float) -> Steps:
-    """The finest steps whose bytes [0, TOP] reach from `low` to `high` and hold 0 exactly."""
-    low, high = min(low, 0.0), max(high, 0.0)
-    scale = (high - low) / TOP
-    if not scale >= _SMALLEST or not math.isfinite(scale):
+    """The finest steps whose bytes [0, TOP] reach from `low` to `high` and hold 0 exactly; steps of 1 where the range
+    has none."""
+    if not has_steps(low, high):
         return Steps(1.0, 0)
-    return Steps(scale, round(-low / scale))
+    scale = _scale(low, high)
+    return Steps(scale, round(-min(low, 0.0) / scale))
+
+
+def _scale(low: float, high: float) -> float:
+    return (max(high, 0.0) - min(low, 0.0)) / TOP
 
 
 @torch.library.custom_op("dsmp::fake_quantize_static", mutates_args=())

@@ -3,13 +3,15 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cmath>
 #include <cstring>
 #include <vector>
 
 namespace dsmp {
 
-// Hash of 64 elements' bytes, spread evenly over the elements of `weight` (CPU, any dtype and strides), the last among
-// them, and of its address. A change of all or of many elements shows; one of a single element seldom does.
+// Hash of 64 elements' bytes, the last among them, and of the weight's address (CPU, any dtype and strides). They are
+// spread evenly but along no row, column or diagonal (multiples of the golden ratio): a change of many elements shows,
+// whatever its pattern; one of a few elements or rows seldom does.
 inline int64_t fingerprint(const at::Tensor& weight) {
   constexpr int64_t SAMPLES = 64;
   int64_t count = weight.numel(), size = static_cast<int64_t>(weight.element_size());
@@ -17,7 +19,10 @@ inline int64_t fingerprint(const at::Tensor& weight) {
   bool dense = weight.is_contiguous();
   uint64_t hash = reinterpret_cast<uintptr_t>(data) ^ static_cast<uint64_t>(count);
   for (int64_t i = 0; i < SAMPLES && count > 0; ++i) {
-    int64_t element = count <= SAMPLES ? i % count : i * (count - 1) / (SAMPLES - 1), offset = element;
+    const double place = 0.6180339887498949 * static_cast<double>(i);
+    int64_t element = count <= SAMPLES ? i % count : static_cast<int64_t>((place - std::floor(place)) * count);
+    if (i + 1 == SAMPLES && count > SAMPLES) element = count - 1;
+    int64_t offset = element;
     if (!dense) {
       offset = 0;
       for (int64_t d = weight.dim() - 1; d >= 0; element /= weight.size(d), --d)

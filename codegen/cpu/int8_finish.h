@@ -41,15 +41,16 @@ inline uint8_t quantised(float y, float inverse, int32_t zero) {
 
 #if defined(__AVX2__)
 
+// NaN stays: max and min return their second operand for it.
 template <int A>
 __m256 activated(__m256 y) {
   const __m256 none = _mm256_setzero_ps(), six = _mm256_set1_ps(6.0f);
-  if (A == kRelu) return _mm256_max_ps(y, none);
+  if (A == kRelu) return _mm256_max_ps(none, y);
   if (A == kHardswish) {
     const __m256 gate = _mm256_min_ps(_mm256_max_ps(_mm256_add_ps(y, _mm256_set1_ps(3.0f)), none), six);
     return _mm256_mul_ps(y, _mm256_mul_ps(gate, _mm256_set1_ps(1.0f / 6.0f)));
   }
-  if (A == kRelu6) return _mm256_min_ps(_mm256_max_ps(y, none), six);
+  if (A == kRelu6) return _mm256_min_ps(six, _mm256_max_ps(none, y));
   return y;
 }
 

@@ -6,11 +6,13 @@ is fp32 and is quantised once for all readers that do it alike. A gate [N, C, 1,
 convolution's input is applied while quantising. Everything else stays as it is.
 
 Results of int8 operators lie in channels_last order: values after them are traced again, views that no longer fit
-become reshapes, and outputs of the graph are put back into the order that they had.
+become reshapes, and outputs of the graph are put back into the order that they had, as is what readers want that would
+not take the new one.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +20,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...passes.graph import aten, node_op, value_of
+from ...passes.graph import aten, concrete, node_op, value_of
 from ...passes.insertion import fake_result, insert_call
 from ...passes.static_steps import Steps
 from .extension import cpu_operators
 from .held_weights import is_held
 from .int8_patterns import Fused, Pool, following_activation, fused, gated
 from .int8_patterns import max_pool as matched_pool
+
+_LONGEST = 2**18
+"""Values in a row of a weight up to which no sum leaves int32 (int8_weights.cpp)."""
+_BEFORE = "dsmp_before"
+"""Where a node's meta holds the value that it had before it came to lie otherwise in memory."""
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +79,17 @@ def why_not(node: fx.Node) -> str:
             continue
         if value is None or value.dim() != dims or value.dtype != torch.float32 or value.device.type != "cpu":
             return f"operands are not fp32 of {rank} axes on a CPU"
+    out, *row = _shape(weight)
+    if math.prod(row) > _LONGEST:
+        return f"sums over {math.prod(row)} values may leave int32"
+    if bias is not None and _shape(bias) != [out]:
+        return "the bias is not a number for each channel"
     return ""
+
+
+def _shape(operand: Any) -> list[int]:
+    value = value_of(operand)
+    return [] if value is None else [concrete(size) for size in value.shape]
 
 
 class _Rewriting:
@@ -204,6 +222,7 @@ class _Rewriting:
     def _replace(self) -> None:
         """Readers of fp32 results read the new ones; what nobody reads any more goes."""
         for old, new in self.new.items():
+            new.meta[_BEFORE] = old.meta.get("val")
             if old not in self.narrow:
                 old.replace_all_uses_with(new)
         for node in reversed(list(self.graph.nodes)):
@@ -227,22 +246,35 @@ class _Rewriting:
                 try:
                     node.meta["val"] = fake_result(node.target, node.args, dict(node.kwargs))
                 except (RuntimeError, ValueError):
+                    if node.target not in _VIEWS:
+                        self._restore(node)
+                        continue
                     node.target = aten.reshape.default  # a view of what used to lie in another order
                     node.meta["val"] = fake_result(node.target, node.args, dict(node.kwargs))
                 if not _lies_alike(before, node.meta["val"]):
-                    node.meta["dsmp_before"] = before
+                    node.meta[_BEFORE] = before
                     moved.add(node)
 
     def _restore(self, reader: fx.Node) -> None:
         """Let `reader` see its operands in the order that they had."""
         for operand in reader.all_input_nodes:
-            value, before = value_of(operand), operand.meta.get("dsmp_before", operand.meta.get("val"))
-            new = operand in self._fresh()
-            if value is None or not (new or not _lies_alike(before, value)) or value.is_contiguous():
+            value, before = value_of(operand), operand.meta.get(_BEFORE)
+            if value is None or not isinstance(before, torch.Tensor) or _lies_alike(before, value):
                 continue
-            args, kwargs = (operand,), {"memory_format": torch.contiguous_format}
-            copy = insert_call(self.graph, aten.clone.default, args, kwargs, like=operand, joint=False, before=reader)
-            reader.replace_input_with(operand, copy)
+            strides = [concrete(step) for step in before.stride()]
+            outer_first = sorted(range(before.dim()), key=strides.__getitem__, reverse=True)
+            back = sorted(range(before.dim()), key=outer_first.__getitem__)
+            copied = self._turned(reader, operand, outer_first)
+            copied = self._before(reader, aten.clone.default, copied, memory_format=torch.contiguous_format)
+            reader.replace_input_with(operand, self._turned(reader, copied, back))
+
+    def _turned(self, reader: fx.Node, operand: fx.Node, order: list[int]) -> fx.Node:
+        if order == sorted(order):
+            return operand
+        return self._before(reader, aten.permute.default, operand, order)
+
+    def _before(self, reader: fx.Node, target: Any, operand: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
+        return insert_call(self.graph, target, (operand, *args), kwargs, like=operand, joint=False, before=reader)
 
 
 def _as_read(weight: Any) -> tuple[str, tuple[Any, ...]]:

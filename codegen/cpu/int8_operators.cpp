@@ -219,7 +219,7 @@ Tensor multiply(const Tensor& x, const PackedWeight& packed, int64_t n, int64_t 
 Tensor int8_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, double x_scale, int64_t x_zero,
                    c10::string_view activation) {
   TORCH_CHECK(weight.dim() == 2, "int8_linear: a weight has 2 axes, not the shape ", weight.sizes());
-  const PackedWeight packed = packed_weight(weight.unsqueeze(-1).unsqueeze(-1), 1);
+  const PackedWeight packed = packed_weight(weight, 1);
   return multiply(x, packed, weight.size(0), weight.size(1), bias, x_scale, x_zero, activation);
 }
 

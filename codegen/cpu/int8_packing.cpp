@@ -1,3 +1,4 @@
+#include <limits>
 #include <numeric>
 #include <vector>
 
@@ -21,11 +22,12 @@ int64_t worst_quad(const std::vector<int8_t>& q) {
   return worst;
 }
 
-// Quantises one channel's weights and returns their scale: amax / 127, or more where that keeps quads within kQuad.
+// Quantises one channel's finite weights and returns their scale: amax / 127, or more where that keeps quads within kQuad.
+// Scales stay normal numbers: products of others are rounded too coarsely to grow.
 float quantise_channel(const std::vector<float>& w, bool bounded, std::vector<int8_t>& q) {
   float largest = 0.0f;
   for (float value : w) largest = std::max(largest, std::fabs(value));
-  float scale = largest > 0.0f && std::isfinite(largest) ? largest / 127.0f : 1.0f;
+  float scale = largest > 0.0f ? std::max(largest / 127.0f, std::numeric_limits<float>::min()) : 1.0f;
   for (;;) {
     for (size_t i = 0; i < w.size(); ++i)
       q[i] = static_cast<int8_t>(std::nearbyintf(std::min(127.0f, std::max(-127.0f, w[i] / scale))));

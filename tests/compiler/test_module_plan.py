@@ -60,3 +60,47 @@ def test_a_module_that_is_not_there() -> None:
     plan = dsmp.plan(Stack(), (torch.randn(8, 32),), hardware="h800")
     with pytest.raises(PlanMismatchError, match=r"no node of the module 'layer\.0'.*layers\.0"):
         dsmp.module_plan(plan, "layer.0")
+
+
+class Twice(nn.Module):
+    """A block that runs two times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(self.block(x).relu())
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_block_that_runs_twice_in_different_formats_is_not_compiled_alone_in_silence(
+    alike: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = Twice(), torch.randn(8, 32)
+    second = {} if alike else {"block.up|fprop|linear|1": "fp32"}
+    plan = dsmp.plan(model, (x,), hardware="h800", training=False, rules={"*|linear|*": "bf16", **second})
+    part = dsmp.module_plan(plan, "block")
+
+    def run(strict: bool) -> None:
+        torch._dynamo.reset()
+        options = {"plan": part, "executor": "eager", "strict": strict}
+        with torch.no_grad():
+            torch.compile(model.block, backend="dsmp", options=options)(x)
+
+    run(strict=False)
+    told = [r.message for r in caplog.records if "all runs of up|fprop|linear|0 follow" in r.message]
+    assert len(told) == (0 if alike else 1)
+    if alike:
+        run(strict=True)
+    else:
+        with pytest.raises(Exception, match=r"has block\.up|up\|fprop\|linear\|1 in fp32"):
+            run(strict=True)
+
+
+def test_a_plan_of_inference_says_so_to_a_training_step(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Stack(), torch.randn(8, 32)
+    plan = dsmp.plan(model, (x,), hardware="h800", training=False)
+    torch.compile(model, backend="dsmp", options={"plan": plan, "executor": "eager"})(x)
+    (told,) = [r.message for r in caplog.records if "not in the plan" in r.message]
+    assert "no backward pass" in told and "torch.no_grad()" in told

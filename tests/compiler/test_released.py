@@ -292,3 +292,28 @@ def test_packed_int8_operators_refuse_what_does_not_fit() -> None:
             ops.int8_linear_packed(torch.randn(2, 8), *args, [16, 8], None, 0.1, 64, "none")
     with pytest.raises(RuntimeError, match="at least 2 axes"):
         ops.int8_unpack(payload, scales, sums, [16], 1)
+
+
+def test_what_was_put_onto_a_layer_is_not_lost() -> None:
+    model, x = sample("int8")
+    plan = narrow_plan(model, x, "int8")
+    forward = model.up.forward
+    model.up.forward = lambda z: forward(z) + 100  # type: ignore[method-assign]
+    model.down.register_parameter("lora", nn.Parameter(torch.ones(3)))
+    wanted = model(x)
+    report = dsmp.release_weights(model, plan)
+    assert not report.released and torch.equal(model(x), wanted)
+    assert report.left == {
+        "up": "it has forward of its own, which would be lost", "down": "it has lora of its own, which would be lost",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_second_release_changes_nothing(form: str) -> None:
+    model, x = sample(form)
+    plan = narrow_plan(model, x, form)
+    dsmp.release_weights(model, plan)
+    wanted = model(x)
+    again = dsmp.release_weights(model, plan)
+    assert not again.released and set(again.left.values()) == {"it holds a packed weight already"}
+    assert torch.equal(model(x), wanted)

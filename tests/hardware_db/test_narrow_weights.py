@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dsmp.errors import UnknownRecipeError
 from dsmp.hardware_db import resolve
 from dsmp.hardware_db.formats import is_static, join_recipe, keeps_wide, split_recipe
+from dsmp.hardware_db.measurement import GemmPoint, Measurement
 from dsmp.hardware_db.narrow_weights import narrow_weights_time, stores_weights
 from dsmp.hardware_db.schema import recipe_accumulator
 from dsmp.hardware_db.work import GemmShape, Work
@@ -44,3 +47,17 @@ def test_recipes_of_one_operand():
     assert recipe_accumulator("int8", "wide/row") == "fp32" and recipe_accumulator("int8", "static/row") == "int32"
     with pytest.raises(UnknownRecipeError, match="wide"):
         split_recipe("wide")
+
+
+def test_what_was_measured_of_the_librarys_products_is_not_taken_for_theirs():
+    device, shape = resolve("epyc-7763"), GemmShape(m=4, n=4096, k=4096)
+    work = Work(flops=shape.flops, moved_bytes=4096.0 * 4096, gemm=shape)
+    bandwidth = device.achieved_bandwidth
+    slow = GemmPoint(format="fp32", accumulate="fp32", m=4, n=4096, k=4096, flop_per_s=1e9, operator="aten.mm")
+    measured = Measurement(
+        device=device.id, name="mine", units=device.units, date="2026-01-01", torch="2.14",
+        memory_bandwidth_bytes_per_s=bandwidth, launch_overhead_s=device.launch_overhead_s, gemm=(slow,),
+    )  # fmt: skip
+    calibrated = replace(device, measured=measured)
+    assert calibrated.time(work, "fp32") > 10 * device.time(work, "fp32")
+    assert narrow_weights_time(calibrated, work, "int8") == pytest.approx(narrow_weights_time(device, work, "int8"))

@@ -404,11 +404,22 @@ def test_narrow_weights_alone_do_not_round_what_they_read():
     (form,) = [c for c in operand_copies(nodes, graph.parameters) if c.format == "fp32"]
     assert form.source.name == "exp"
     assert form.readers["up|fprop|linear|0"] == ["fp32", "fp16:wide/none", "int8:wide/row", "int4:wide/1x128"]
-    free = {n.node.name: n.rounded_by_readers for n in nodes}
-    assert free["exp"], "bf16 products round it themselves"
+    assert not any(n.rounded_by_readers for n in nodes)
 
-    device = resolve("epyc-9654")
-    peaks = {rate: peak for rate, peak in device.vector_peaks.items() if rate == "fp32@fp32"}
-    found = ways(graph, replace(device, vector_peaks=peaks, matrix_peaks={}), known)
-    assert any("wide" in label for label in labels(found["up|fprop|linear|0"]))
-    assert not any(n.rounded_by_readers for n in found.values())
+
+def test_cpus_store_nothing_narrower_between_the_nodes_of_inference():
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+    for training in (False, True):
+        (graph,) = capture(model, (torch.randn(64, 256),), training=training)
+        outputs = {w.output for n in ways(graph, "epyc-9654").values() for w in n.ways}
+        assert outputs == ({"fp32", "bf16"} if training else {"fp32"})
+
+
+def test_a_range_of_zeros_alone_has_no_static_steps():
+    (graph,) = capture(_convolutions(), (torch.randn(1, 32, 8, 8),), training=False)
+    key = "0|fprop|conv|0"
+    for low, high, allowed in ((0.0, 0.0, False), (1e-45, 1e-45, False), (0.0, 1e-3, True)):
+        reach = reaching(lhs=high)["lhs"].model_copy(update={"low": low, "high": high})
+        found = ways(graph, AVX2, scores([key], ranges={"lhs": reach}))[key]
+        assert ("int8:static/row" in labels(found)) == allowed
+    assert "no range" in reason(ways(graph, AVX2, scores([key], ranges={}))[key], "int8:static/row").text

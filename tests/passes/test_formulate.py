@@ -208,7 +208,8 @@ def test_the_fastest_choice_of_a_small_model_is_consistent(device, cost):
     }  # fmt: skip
     program = formulate([(graph.gm, graph.parameters)], resolve(device), lambda k, label, n: 1e-6, cost=cost)
     choices = [[c.label for c in found if c.label in few] for found in program.allowed.values()]
-    assert all(choices) and sum(len(c) > 1 for c in choices) >= 4
+    stored = 0 if device == "cpu-amx" else 2  # CPUs store nothing narrower between the nodes of inference
+    assert all(choices) and sum(len(c) > 1 for c in choices) >= 2 + stored
     times = {c: program.totals(dict(zip(program.keys, c, strict=True))).time for c in itertools.product(*choices)}
     fastest = min(times, key=times.__getitem__)
     best = program.totals(dict(zip(program.keys, fastest, strict=True)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -280,3 +282,57 @@ def test_batches_of_any_size() -> None:
     for n in (2, 5):
         assert torch.equal(int8(x[:n].clone())[1], whole[1][:n])
     assert int8.graph is graph  # compiled once
+
+
+class Ends(nn.Module):
+    """A convolution and what is then done with its result."""
+
+    def __init__(self, end: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv, self.end = nn.Conv2d(4, 8, 3), end
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.end(self.conv(x))
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda y: y,
+        lambda y: y.relu() * 2,
+        lambda y: y.permute(0, 2, 3, 1),
+        lambda y: y.as_strided((2, 8, 2), (128, 16, 1)),
+        lambda y: torch.view_as_real(
+            torch.view_as_complex(y.unflatten(1, (2, 4)).movedim(2, -1).unflatten(-1, (2, 2)))
+        ),
+        lambda y: torch.view_as_real(torch.view_as_complex(y.unflatten(3, (2, 2)))),
+        lambda y: y.flatten(1),
+    ],
+)
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+def test_results_lie_as_they_did(end: Callable[[Tensor], Tensor], order: torch.memory_format) -> None:
+    model = Ends(end).eval().to(memory_format=order)  # type: ignore[call-overload]
+    x = torch.randn(2, 4, 6, 6).contiguous(memory_format=order)
+    try:
+        with torch.no_grad():
+            wanted = model(x)
+    except RuntimeError:
+        pytest.skip("not a view of results in this order")
+    found = Int8(model)(x)
+    assert found.stride() == wanted.stride()
+    assert (found - wanted).norm() < 0.03 * wanted.norm()
+
+
+def test_a_bias_for_all_channels_is_left_alone() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(8, 16)), nn.Parameter(torch.randn(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight, self.bias)
+
+    model, x = Shared(), torch.randn(32, 16)
+    int8 = Int8(model)
+    assert torch.allclose(int8(x), F.linear(x, model.weight, model.bias), atol=1e-4)
+    assert not int8.report and not any("int8" in name for name in int8.targets())

@@ -225,3 +225,39 @@ def test_steps_hold_zero_and_both_ends() -> None:
         assert steps.scale * -steps.zero <= min(low, 0) + steps.scale / 2
         assert steps.scale * (TOP - steps.zero) >= max(high, 0) - steps.scale / 2
     assert steps_of(0.0, 0.0) == Steps(1.0, 0) == steps_of(0.0, float("inf"))
+
+
+def test_channels_of_next_to_nothing_are_packed() -> None:
+    weight = torch.ones(4, 16) * 0.1
+    for tiny in (1e-38, 1e-40, 1e-42, 1e-43, 1e-45, 0.0):
+        weight[1] = tiny
+        packed = ops.int8_pack(weight, 1)
+        found = ops.int8_unpack(*packed, [4, 16], 1)
+        assert (found[1] - weight[1]).abs().max() <= torch.finfo(torch.float32).tiny
+        assert torch.allclose(found[0], weight[0], rtol=0.01)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_refused(value: float) -> None:
+    weight = torch.randn(8, 8, 1, 1)
+    weight[3, 2] = value
+    for pack in (lambda: ops.int8_pack(weight, 1), lambda: convolve(bytes_like((1, 8, 2, 2)), weight)):
+        with pytest.raises(ValueError, match="infinite or NaN"):
+            pack()
+
+
+def test_the_longest_sums_are_exact_and_longer_ones_refused() -> None:
+    weight, x = torch.full((2, 2**18), 0.01), torch.full((1, 2**18), 4.0)
+    y = ops.int8_linear(x, weight, None, 4.0 / TOP, 0, "none")
+    exact = x.double() @ ops.int8_weight(weight, 1).double().t()
+    assert torch.allclose(y.double(), exact, rtol=1e-6)
+    with pytest.raises(ValueError, match="int32"):
+        ops.int8_pack(torch.ones(1, 2**18 + 1), 1)
+
+
+@pytest.mark.parametrize("activation", ["none", "relu", "relu6", "hardswish"])
+def test_a_bias_that_is_no_number_stays_one(activation: str) -> None:
+    bias = torch.zeros(16)
+    bias[5] = float("nan")
+    y = convolve(bytes_like((1, 8, 3, 3)), torch.randn(16, 8, 1, 1), bias=bias, activation=activation)
+    assert y[:, 5].isnan().all() and y.isnan().sum() == 9

@@ -107,6 +107,21 @@ def test_fingerprints_notice_edits_that_bump_no_version(shape: tuple[int, ...], 
     assert fingerprint(weight.clone()) != fingerprint(weight)  # another place
 
 
+@pytest.mark.parametrize("size", [32, 64, 128, 512])
+def test_fingerprints_notice_masks(size: int) -> None:
+    fingerprint = torch.ops.dsmp_cpu.fingerprint
+    weight = torch.randn(size, size)
+    before = fingerprint(weight)
+    row, column = torch.arange(size)[:, None], torch.arange(size)[None]
+    masks = (row >= column, row != column % 2, (row + column) % 2 == 0, column < size // 2, row < size // 2)
+    for mask in masks:
+        kept = weight.clone()
+        weight.data.mul_(mask)
+        assert fingerprint(weight) != before
+        weight.data.copy_(kept)
+        assert fingerprint(weight) == before
+
+
 def test_fingerprints_of_strided_and_empty_weights() -> None:
     fingerprint = torch.ops.dsmp_cpu.fingerprint
     weight = torch.randn(200, 300)
