@@ -1,13 +1,15 @@
 """The ways in which `bench/cpu.py` runs a model: eager, torch.compile, torch's and torchao's quantisation, dsmp.
 
 Compile times are those of a process whose Inductor cache is empty and which has compiled a small function before, so
-that imports and the search for a C++ compiler do not count: the first call less the second. Packing weights counts.
+that imports and the search for a C++ compiler do not count: the first call less the second, without Python's garbage
+collector. Packing weights counts.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import gc
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterable
@@ -105,6 +107,9 @@ class Variant:
         if self.name == TORCHAO_BF16:
             inputs = tuple(x.bfloat16() if x.is_floating_point() else x for x in inputs)
         clear()
+        # a collection of all that libraries hold takes up to half a second, and falls where it will
+        gc.collect()
+        gc.disable()
         with fresh_cache():
             target, started = timed(lambda: self._compiled(work, model, title))
             run = functools.partial(target, *inputs)
@@ -112,6 +117,7 @@ class Variant:
                 run = functools.partial(_autocast, run)
             output, first = timed(run)
             _, second = timed(run)
+        gc.enable()
         return Case(
             call=run,
             output=_tensor(output).detach().clone(),

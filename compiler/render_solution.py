@@ -79,11 +79,18 @@ def _budget(plan: PrecisionPlan, s: Solution) -> str:
         amount = plan.program.amount(s.limit)
     if s.limit is not None:
         parts.append(
-            f"{budget_text(plan, amount)}, a drift of {s.limit:.3g}" if amount is not None else f"{s.limit:.3g}"
+            f"{budget_text(plan, amount)}, {_named_drift(plan)} of {s.limit:.3g}"
+            if amount is not None
+            else f"{s.limit:.3g}"
         )
     if s.memory_limit is not None:
         parts.append(f"{bytes_text(s.memory_limit)} saved for the backward pass")
     return f"budget: {'; '.join(parts) or 'none'}; binding: {', '.join(s.binding) or 'nothing'}"
+
+
+def _named_drift(plan: PrecisionPlan) -> str:
+    kind = plan.program.drift if plan.program is not None else None
+    return "a divergence (KL, of the outputs)" if kind in ("kl", "bernoulli") else "a drift"
 
 
 def _drift(s: Solution) -> str:

@@ -81,7 +81,7 @@ def test_summary() -> None:
     text = rendered(with_solution(PLAN, measured=4.6e-4, ratio=1.07, p95=1.9e-3, samples=128, runs=2))
     solution = PLAN.solution
     assert solution is not None and solution.limit is not None
-    assert "budget: 0.02 % of the loss, a drift of 0.0004; binding: error" in text
+    assert "budget: 0.02 % of the loss, a divergence (KL, of the outputs) of 0.0004; binding: error" in text
     share = f"{100 * solution.drift / solution.limit:.3g} % of the budget"
     assert f"drift: predicted {solution.drift:.3g} ({share}), measured 0.00046 (" in text
     assert "root of measured over predicted 1.07" in text
