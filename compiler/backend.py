@@ -86,9 +86,11 @@ def dsmp(
     with explicit_precision():
         compiled = cast("Callable[..., Any]", compile_fx(gm, list(example_inputs), config_patches=patches))
     if not graph_pass.ran:  # Inductor's caches had the graph
+        with_gradients = torch.is_grad_enabled()
 
         def find_out() -> None:
-            graph_pass.apply(trace(fx.GraphModule(gm, graph), inputs))
+            with torch.set_grad_enabled(with_gradients):
+                graph_pass.apply(trace(fx.GraphModule(gm, graph), inputs))
 
         if checked.strict:
             find_out()

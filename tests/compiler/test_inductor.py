@@ -215,7 +215,8 @@ def test_an_all_fp32_plan_is_plain_inductor(name: str) -> None:
     assert abs(found[1][0] - found[0][0]) < 1e-5 * abs(found[0][0])
 
 
-def test_a_graph_from_inductor_s_cache_has_its_plan_and_audit(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_graph_from_inductor_s_cache_has_its_plan_and_audit(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[bool] = []
     apply = PrecisionPass.apply
 
@@ -231,7 +232,10 @@ def test_a_graph_from_inductor_s_cache_has_its_plan_and_audit(monkeypatch: pytes
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 8))
             run = torch.compile(model, backend="dsmp", options={"hardware": "a100"})
-            run(torch.randn(4, 64)).sum().backward()
+            with torch.set_grad_enabled(trains):
+                loss = run(torch.randn(4, 64)).sum()
+            if trains:
+                loss.backward()
             ran.append(False)
             found.append((dsmp.plan_of(run), dsmp.audit(run)))
     # the pass ran while compiling; the second time only when somebody asked
@@ -240,3 +244,4 @@ def test_a_graph_from_inductor_s_cache_has_its_plan_and_audit(monkeypatch: pytes
     assert [d.key for d in again] == [d.key for d in plan]
     assert [(e.key, e.implementation, e.ran) for e in audited] == [(e.key, e.implementation, e.ran) for e in audit]
     assert {e.key for e in audited} == {d.key for d in plan}
+    assert ({d.phase for d in again} == {"fprop"}) != trains
