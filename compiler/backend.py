@@ -44,7 +44,14 @@ from .frame_recording import bind_to_weights, record_frame
 from .identity import frame_names, module_paths
 from .options import Options, parse_options
 from .outside_graphs import gradient_reducer
-from .pipeline import assemble_plan, check_plan_hardware, log, report_repeated, report_undecided
+from .pipeline import (
+    assemble_plan,
+    check_plan_hardware,
+    log,
+    of_these_dtypes,
+    report_repeated,
+    report_undecided,
+)
 from .plan_registry import being_compiled, compiled_name, defer, remember, remember_audit
 from .tracing import compile_eagerly, explicit_precision, fake_inputs, parameter_indices, trace, weight_nodes
 
@@ -242,8 +249,9 @@ class PrecisionPass(CustomGraphPass):
 
     def _decisions(self, gm: fx.GraphModule, parameters: frozenset[fx.Node]) -> Mapping[str, Decision]:
         plan, rules = self.options.plan, self.rules
+        strict = self.options.strict
         if plan is not None and not rules:
-            return plan.by_key
+            return of_these_dtypes(gm, plan.by_key, plan.model.source, strict=strict)
         selection = select_default(gm, self.device, parameters=parameters, rules=rules)
         selection = replace(selection, decisions=with_wires(gm, selection.decisions, self.options.wire))
         made = {d.key: d for d in selection.decisions}
@@ -255,7 +263,7 @@ class PrecisionPass(CustomGraphPass):
             return made
         # A replayed plan with extra rules: the rules win, everything else is as planned.
         ruled = {k: d for k, d in made.items() if d.reason.code == "rule"}
-        return {**plan.by_key, **ruled}
+        return of_these_dtypes(gm, {**plan.by_key, **ruled}, plan.model.source, strict=strict)
 
     def uuid(self) -> str:
         """What Inductor's caches key a compiled graph by: this code, plan or rules, device and module paths.

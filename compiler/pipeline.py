@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from typing import cast
 
 import torch
+from torch import fx
 
 from ..errors import PlanHardwareError, PlanMismatchError, RuleError
 from ..hardware_db.capability import Device
 from ..hardware_db.formats import get_format, is_static, keeps_wide, split_recipe
 from ..hardware_db.narrow_weights import stores_weights
 from ..hardware_db.schema import OpClass, recipe_accumulator
-from ..passes.keys import FPROP, NodeKey
+from ..passes.cost import format_of
+from ..passes.graph import calls, float_dtype
+from ..passes.keys import FPROP, NodeKey, key_of
 from ..passes.plan import Decision, ModelInfo, PrecisionPlan, Prediction, Rule, fingerprint
 from ..passes.plan_fields import GEMM_CLASSES
 from ..passes.select_default import Selection, require, rules_without_a_node, select_default
@@ -117,6 +120,32 @@ def _not_executed(decision: Decision, is_gemm: bool) -> str:
     if not scaled and fmt.kind == "int":
         return f"{decision.compute} without scales rounds to whole numbers; set recipe, for example 'row/row'"
     return ""
+
+
+def of_these_dtypes(
+    gm: fx.GraphModule, decisions: Mapping[str, Decision], source: str, *, strict: bool
+) -> Mapping[str, Decision]:
+    """The decisions of a plan for nodes that compute in the dtype that they were planned in. What others lose is said:
+    an error under strict, else a warning."""
+    other: dict[str, tuple[str, str]] = {}
+    for node in calls(gm):
+        decided = decisions.get(str(key_of(node)))
+        dtype = float_dtype(node)
+        found = format_of(dtype) if dtype is not None else None
+        if decided is not None and found is not None and found != decided.traced:
+            other[decided.key] = (found, decided.traced)
+    if not other:
+        return decisions
+    key, (found, planned) = next(iter(other.items()))
+    text = (
+        f"{len(other)} nodes compute in another dtype than in the plan for {source}, such as {key}, in {found} and not "
+        f"in {planned}: the model was converted, or is called under torch.autocast. Make the plan of the model as it "
+        "is called"
+    )
+    if strict:
+        raise PlanMismatchError(f"{text}, or compile without strict to keep what is traced.")
+    log.warning("dsmp: %s; these nodes stay as traced.", text)
+    return {k: d for k, d in decisions.items() if k not in other}
 
 
 def report_repeated(plan: PrecisionPlan, keys: Iterable[str], *, strict: bool) -> None:

@@ -232,3 +232,29 @@ def test_rules_meet_both_sides_of_a_graph_break(seen: Seen) -> None:
     assert len(seen.graphs) == 2
     wanted = (middle.bfloat16().float() @ model.b.weight.bfloat16().float().t() + model.b.bias).bfloat16().float()
     assert relative([found], [wanted]) < 1e-3 < relative([found], [exact])
+
+
+@pytest.mark.parametrize("how", ["autocast", "converted"])
+def test_a_plan_of_another_dtype_is_not_followed_in_silence(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model, x = (
+        nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 32)),
+        torch.randn(2, 3, 8, 8),
+    )
+    plan = dsmp.plan(model, (x,), hardware="h800", training=False)
+    if how == "converted":
+        model, x = model.bfloat16(), x.bfloat16()
+
+    def run(strict: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        torch._dynamo.reset()
+        options = {"plan": plan, "executor": "eager", "strict": strict}
+        compiled = torch.compile(model, backend="dsmp", options=options)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+            return compiled(x), model(x)
+
+    found, wanted = run(strict=False)
+    assert found.dtype == wanted.dtype and (found - wanted).norm() <= 0.02 * wanted.norm()
+    (told,) = [r.message for r in caplog.records if "another dtype" in r.message]
+    assert "0|fprop|conv|0, in bf16 and not in fp32" in told and "autocast" in told
+    with pytest.raises(Exception, match="another dtype than in the plan"):
+        run(strict=True)
