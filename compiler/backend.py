@@ -205,7 +205,7 @@ class PrecisionPass(CustomGraphPass):
         self.ran = True
         plan = self.options.plan
         if plan is not None:
-            report_undecided(applied.report.undecided, plan.model.source, strict=self.options.strict)
+            report_undecided(applied.report.undecided, plan, strict=self.options.strict)
             report_repeated(plan, keys, strict=self.options.strict)
         if applied.audit is not None:
             self._check_globs(applied.audit)

@@ -169,18 +169,18 @@ def report_repeated(plan: PrecisionPlan, keys: Iterable[str], *, strict: bool) -
             log.warning("dsmp: %s.", text)
 
 
-def report_undecided(undecided: Iterable[str], source: str, *, strict: bool) -> None:
+def report_undecided(undecided: Iterable[str], plan: PrecisionPlan, *, strict: bool) -> None:
     """Say which nodes of a graph a plan does not know: an error under strict, else a warning; they stay as traced."""
     keys = list(undecided)
     if not keys:
         return
     named = f"{', '.join(keys[:5])}{' ...' if len(keys) > 5 else ''}"
     nodes = "1 GEMM is" if len(keys) == 1 else f"{len(keys)} GEMMs are"
-    text = f"{nodes} not in the plan for {source}: {named}. Make the plan from the same model and inputs"
-    if all(NodeKey.parse(key).phase != FPROP for key in keys):
+    text = f"{nodes} not in the plan for {plan.model.source}: {named}. Make the plan from the same model and inputs"
+    if all(NodeKey.parse(key).phase != FPROP for key in keys) and all(d.phase == FPROP for d in plan):
         text = (
-            f"{nodes} not in the plan for {source}, which has no backward pass: {named}. Call the compiled model under "
-            "torch.no_grad() or torch.inference_mode(), make a plan of a training step"
+            f"{nodes} not in the plan for {plan.model.source}, which has no backward pass: {named}. Call the compiled "
+            "model under torch.no_grad() or torch.inference_mode(), make a plan of a training step"
         )
     if strict:
         raise PlanMismatchError(f"{text}, or compile without strict to keep their traced precision.")

@@ -48,7 +48,7 @@ class Formats:
             lowering=Lowering(device=self.device, native=same),
         )
         if self.plan is not None:
-            report_undecided(applied.report.undecided, self.plan.model.source, strict=False)
+            report_undecided(applied.report.undecided, self.plan, strict=False)
         assert applied.audit is not None
         return applied.audit
 

@@ -39,12 +39,8 @@ def pack_weight(weight: Tensor, format: str, groups: int = 1) -> tuple[Tensor, .
     """
     _need_operators()
     weight = weight.detach()
-    made = (
-        torch.ops.dsmp_cpu.int8_pack(weight, groups)
-        if format == STATIC
-        else torch.ops.dsmp_cpu.narrow_pack(weight, format)
-    )
-    return tuple(made)
+    kernels = torch.ops.dsmp_cpu
+    return tuple(kernels.int8_pack(weight, groups) if format == STATIC else kernels.narrow_pack(weight, format))
 
 
 def is_held(node: Any, format: str = STATIC) -> bool:
