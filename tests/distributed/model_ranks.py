@@ -114,7 +114,8 @@ def train(placed: str, wire: Any, executor: str = "eager") -> dict[str, Any]:
             p.data = p.data.chunk(ranks)[rank].clone()
     warnings: list[str] = []
     logging.getLogger("dsmp").warning = lambda text, *args: warnings.append(text % args)
-    options = {"executor": executor, **({} if wire is None else {"wire": wire})}
+    # products in fp32 whatever the tier of the running CPU says
+    options = {"executor": executor, "rules": {"*|linear|*": "fp32"}, **({} if wire is None else {"wire": wire})}
     compiled = torch.compile(model, backend="dsmp", options=options, fullgraph=True)
 
     def step() -> None:
