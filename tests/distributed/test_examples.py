@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from dsmp.hardware_db.detect import resolve_hardware
+
 ROOT = Path(__file__).parents[2]
 LINE = re.compile(r"step +\d+ +(?:on the mesh|in the pipeline) ([\d.]+) +in one process ([\d.]+)")
 
@@ -81,4 +83,6 @@ def test_losses_of_a_pipeline_are_those_of_one_process(arguments, tolerance, sta
     assert f"pipeline of {stages} stages on 2 ranks" in done.stdout
     losses = [(float(a), float(b)) for a, b in LINE.findall(done.stdout)]
     assert len(losses) == 10 and losses[-1][1] < losses[0][1] - 0.5
+    if resolve_hardware("cpu").storage != "fp32":
+        tolerance = max(tolerance, 1e-2)  # stages round where the whole does not
     assert all(abs(staged - whole) < tolerance * whole for staged, whole in losses)
