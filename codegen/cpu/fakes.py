@@ -12,6 +12,8 @@ from . import int8_ops
 
 _ROWS = 16
 """Rows of a weight in one panel (layout.h)."""
+_GROUP = 128
+"""Values that share a scale in int4 (narrow_linear.cpp)."""
 _STEPS = {"fp32": (4, 256), "fp16": (4, 128), "int8": (4, 64), "int4": (8, 64)}
 """Columns of a weight that a step of a panel holds, and the bytes that it takes (layout.h)."""
 
@@ -110,7 +112,7 @@ def _narrow_linear_packed(
 def _narrow_pack(weight: Tensor, format: str) -> list[Tensor]:
     if format == "fp16":
         return [_pack("fp16")(weight)]
-    return list(_pack_int8(weight) if format == "int8" else _pack_int4(weight, 128, True, False))
+    return list(_pack_int8(weight) if format == "int8" else _pack_int4(weight, _GROUP, True, False))
 
 
 def _narrow_unpack(packed: Sequence[Tensor], format: str, out_features: int, in_features: int) -> Tensor:
