@@ -18,7 +18,7 @@ Row = Mapping[str, str | int | float | bool]
 
 def show(title: str, rows: Sequence[Row], json_file: Path | None = None) -> None:
     """Print rows as a table, columns in the order of the first row's keys; write them as JSON if a file is given."""
-    table = Table(title=title, title_justify="left", caption=_machine(), caption_justify="left")
+    table = Table(title=title, title_justify="left", caption=_machine(rows), caption_justify="left")
     for name in rows[0]:
         table.add_column(name, justify="left" if isinstance(rows[0][name], str) else "right")
     for row in rows:
@@ -30,10 +30,13 @@ def show(title: str, rows: Sequence[Row], json_file: Path | None = None) -> None
 
 def save(title: str, rows: Sequence[Row], json_file: Path) -> None:
     """Write rows as JSON."""
-    data = {"title": title, "machine": _machine(), "rows": [dict(r) for r in rows]}
+    data = {"title": title, "machine": _machine(rows), "rows": [dict(r) for r in rows]}
     json_file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
-def _machine() -> str:
+def _machine(rows: Sequence[Row]) -> str:
     device = detect()
-    return f"{device.name}, {torch.get_num_threads()} threads, torch {torch.__version__}, dsmp {version('dsmp')}"
+    parts = [f"{device.name} ({device.architecture})", f"torch {torch.__version__}", f"dsmp {version('dsmp')}"]
+    if "threads" not in rows[0]:
+        parts.insert(1, f"{torch.get_num_threads()} threads")
+    return ", ".join(parts)

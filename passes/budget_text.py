@@ -17,7 +17,10 @@ _AMOUNT = re.compile(r"\s*(?P<number>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-
 
 
 def parse_budget(value: Any) -> float:
-    """A budget as a share of 1, from a number or text. Raises BudgetError."""
+    """A budget as a share of 1, from a number or text. A bare 1, which reads as one per cent too, is refused.
+
+    Raises BudgetError.
+    """
     number = _number(value, ("", "%"))
     if number is None or not math.isfinite(number[0]) or number[0] < 0:
         raise BudgetError(
@@ -26,6 +29,8 @@ def parse_budget(value: Any) -> float:
     share = number[0] / 100 if number[1] == "%" else number[0]
     if share > 1:
         raise BudgetError(f"budget {value!r} is more than everything (100 %). Did you mean {share:g}%?")
+    if share == 1 and number[1] != "%" and str(value).strip() == "1":
+        raise BudgetError(f"budget {value!r} is everything. Write '1%' for a hundredth, 1.0 or '100%' for no limit.")
     return share
 
 

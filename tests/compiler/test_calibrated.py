@@ -316,6 +316,7 @@ def test_graph_breaks_are_named():
         ({"budget": -1}, BudgetError, "cannot be read"),
         ({"budget": "half"}, BudgetError, "cannot be read"),
         ({"budget": 5}, BudgetError, "more than everything"),
+        ({"budget": 1}, BudgetError, "'1%' for a hundredth"),
         ({"budget": 10**400}, BudgetError, "cannot be read"),
         ({"memory": 10**400}, BudgetError, "cannot be read"),
         ({"memory": "a lot"}, BudgetError, "cannot be read"),
