@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .compiler.capture import Capture, capture
     from .compiler.expert_parallel import expert_parallel
     from .compiler.fsdp_policy import fsdp_policy
+    from .compiler.module_compile import compile_modules
     from .compiler.parallelize import parallelize
     from .compiler.pipelined import pipeline
     from .compiler.plan_registry import audit, plan_of
@@ -47,6 +48,7 @@ _HOMES = {
     "Verdict": ".hardware_db.capability",
     "audit": ".compiler.plan_registry",
     "capture": ".compiler.capture",
+    "compile_modules": ".compiler.module_compile",
     "compress_ddp": ".codegen.ddp",
     "compress_gradients": ".codegen.feedback",
     "expert_parallel": ".compiler.expert_parallel",
@@ -80,6 +82,7 @@ __all__ = [
     "Verdict",
     "audit",
     "capture",
+    "compile_modules",
     "compress_ddp",
     "compress_gradients",
     "expert_parallel",

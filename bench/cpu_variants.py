@@ -71,8 +71,6 @@ class Variant:
 
     def __call__(self) -> Subject:
         warnings.simplefilter("ignore")  # torch and torchao announce what they mean to move
-        # Layers of one class share Dynamo's cache: one entry for each kind of layer and case.
-        torch._dynamo.config.recompile_limit = 64
         torch._inductor.config.compile_threads = 1  # no pool of processes beside each variant
         cpu_operators()
         if "compile" in self.name or "dsmp" in self.name or "torchao" in self.name:
@@ -131,10 +129,11 @@ class Variant:
         plans = dict(self.plans)
         plan = dsmp.load_plan(plans[title]) if title in plans else None
         target = copy.copy(model) if not work.alone else _sharing(model)
+        if plan is not None and work.alone:
+            dsmp.compile_modules(target, plan, work.alone, dynamic=False, strict=True)
+            return target
         for name in work.alone or ("",):
-            module = target.get_submodule(name)
-            part = dsmp.module_plan(plan, name) if plan is not None and name else plan
-            module.compile(**self._compiler(part), dynamic=False)
+            target.get_submodule(name).compile(**self._compiler(plan), dynamic=False)
         return target
 
     def _compiler(self, plan: dsmp.PrecisionPlan | None) -> dict[str, Any]:

@@ -19,11 +19,10 @@ _parts: weakref.WeakValueDictionary[tuple[str, str, str], PrecisionPlan] = weakr
 def module_plan(plan: PrecisionPlan, module: str) -> PrecisionPlan:
     """The part of `plan` for the module of that name, to compile it alone:
 
-        for name, layer in model.named_modules():
-            if name in wanted:
-                layer.compile(backend="dsmp", options={"plan": dsmp.module_plan(plan, name)})
+        block.compile(backend="dsmp", options={"plan": dsmp.module_plan(plan, "blocks.0")})
 
-    Layers with equal decisions are compiled once. Rules of the plan are in its decisions already. Raises
+    Modules with equal decisions are compiled once, and more than torch's `recompile_limit` of different ones of a class
+    not at all: `dsmp.compile_modules` compiles them all. Rules of the plan are in its decisions already. Raises
     PlanMismatchError for a module that the plan has no node of.
     """
     above = f"{module}."
