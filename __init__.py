@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from .hardware_db.capability import Device, Verdict
     from .hardware_db.detect import resolve_hardware
     from .passes.module_plan import module_plan
-    from .passes.plan import Decision, PrecisionPlan, Rule, load_plan
+    from .passes.plan import Decision, PrecisionPlan, load_plan
+    from .passes.rules import Rule
     from .passes.scores import Scores, load_scores
     from .passes.sharding import ShardingPlan, ShardingRule
 
@@ -44,7 +45,7 @@ _HOMES = {
     "Device": ".hardware_db.capability",
     "PrecisionPlan": ".passes.plan",
     "ReleaseReport": ".compiler.released",
-    "Rule": ".passes.plan",
+    "Rule": ".passes.rules",
     "Verdict": ".hardware_db.capability",
     "audit": ".compiler.plan_registry",
     "capture": ".compiler.capture",

@@ -256,7 +256,7 @@ class PrecisionPass(CustomGraphPass):
         selection = replace(selection, decisions=with_wires(gm, selection.decisions, self.options.wire))
         made = {d.key: d for d in selection.decisions}
         for rule in rules_without_a_node(self.options.rules, made):
-            log.warning("rule %r -> %s matches no node of this graph that can follow it", rule.match, rule.format)
+            log.warning("rule %r -> %s matches no node of this graph that can follow it", rule.match, rule.asked)
         if plan is None:
             target = self._target()
             remember(assemble_plan(compiled_name(target), self.device, [selection], rules), target)

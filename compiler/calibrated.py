@@ -14,8 +14,9 @@ from ..hardware_db.capability import Device
 from ..passes.budget_text import DEFAULT_BUDGET, parse_budget, parse_memory
 from ..passes.exchange import labels_of
 from ..passes.formulate import formulate
-from ..passes.plan import Budget, PrecisionPlan, Rule, follow, given_keys
+from ..passes.plan import Budget, PrecisionPlan, follow
 from ..passes.program import Cost, DriftKind, Program, Solution
+from ..passes.rules import Rule, given_keys
 from ..passes.scores import Scores
 from ..passes.solve import Solved, force, solve_program
 from .batches import Loss, read_batches

@@ -10,8 +10,9 @@ from typing import cast
 
 from ..errors import InvalidOptionError
 from ..hardware_db.capability import Device
-from ..passes.plan import PrecisionPlan, Rule
+from ..passes.plan import PrecisionPlan
 from ..passes.program import Cost, DriftKind
+from ..passes.rules import Rule
 from ..passes.scores import load_scores
 from .calibrated import Calibration, check_measurable, plan_from_measurement, plan_from_scores
 from .calibration_source import calibration_code

@@ -17,7 +17,8 @@ from ..hardware_db.catalog import load_catalog
 from ..hardware_db.cluster import cluster_of
 from ..passes.budget_text import DEFAULT_BUDGET, parse_budget
 from ..passes.parallel_candidates import BATCH_DIMS
-from ..passes.plan import PrecisionPlan, Rule
+from ..passes.plan import PrecisionPlan
+from ..passes.rules import Rule
 from ..passes.scores import load_scores
 from ..passes.sharding import ShardingRule
 from .cli_mesh import MeshArguments

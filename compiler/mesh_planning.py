@@ -27,8 +27,9 @@ from ..passes.graph import calls
 from ..passes.keys import NodeKey, key_of
 from ..passes.mesh_plan import CollectiveDecision, MeshPlan, Placing, RankMemory, StepTime
 from ..passes.parallel_candidates import BATCH_DIMS, TENSOR_DIMS, Candidate, propose
-from ..passes.plan import Budget, Decision, PrecisionPlan, Rule, fingerprint, follow, given_keys
+from ..passes.plan import Budget, Decision, PrecisionPlan, fingerprint, follow
 from ..passes.program import Program, Solution
+from ..passes.rules import Rule, given_keys
 from ..passes.scores import Scores
 from ..passes.select_default import Selection, select_default
 from ..passes.sharding import ShardingPlan, ShardingRule

@@ -17,7 +17,8 @@ from typing import Any
 from ..errors import InvalidOptionError, RuleError
 from ..hardware_db.capability import Device
 from ..hardware_db.detect import resolve_hardware
-from ..passes.plan import PrecisionPlan, Rule, parse_rules
+from ..passes.plan import PrecisionPlan
+from ..passes.rules import Rule, parse_rules
 from .calibrated_commands import CalibrationArguments, calibrated_plans, calibration_settings
 from .capture import Capture, capture
 from .cli_mesh import MeshArguments

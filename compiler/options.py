@@ -35,8 +35,9 @@ from typing import Any, Literal
 from ..codegen.registry import check_names
 from ..errors import InvalidOptionError, UnknownOptionError
 from ..passes.budget_text import parse_budget, parse_memory
-from ..passes.plan import PrecisionPlan, Rule, load_plan, parse_rules
+from ..passes.plan import PrecisionPlan, load_plan
 from ..passes.program import DriftKind
+from ..passes.rules import Rule, parse_rules
 from ..passes.wire_formats import WireFormat, parse_wire
 from .calibrated import DRIFTS
 

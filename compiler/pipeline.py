@@ -11,17 +11,19 @@ from typing import cast
 import torch
 from torch import fx
 
-from ..errors import PlanHardwareError, PlanMismatchError, RuleError
+from ..errors import PlanHardwareError, PlanMismatchError
 from ..hardware_db.capability import Device
 from ..hardware_db.formats import get_format, is_static, keeps_wide, split_recipe
 from ..hardware_db.narrow_weights import stores_weights
 from ..hardware_db.schema import OpClass, recipe_accumulator
 from ..passes.cost import format_of
+from ..passes.forced import require
 from ..passes.graph import calls, float_dtype
 from ..passes.keys import FPROP, NodeKey, key_of
-from ..passes.plan import Decision, ModelInfo, PrecisionPlan, Prediction, Rule, fingerprint
+from ..passes.plan import Decision, ModelInfo, PrecisionPlan, Prediction, fingerprint
 from ..passes.plan_fields import GEMM_CLASSES
-from ..passes.select_default import Selection, require, rules_without_a_node, select_default
+from ..passes.rules import Rule, nothing_follows
+from ..passes.select_default import Selection, rules_without_a_node, select_default
 from .capture import Capture
 from .execution import predict_execution
 
@@ -49,10 +51,7 @@ def make_plan(
 def check_rules(plan: PrecisionPlan) -> None:
     """Raise RuleError for a rule of a plan that no node of it can follow."""
     for rule in rules_without_a_node(plan.rules, plan.by_key):
-        raise RuleError(
-            f"rule {rule.match!r} -> {rule.format} matches no node that can follow it (tf32 and formats below 16 "
-            f"bits are for GEMMs). Keys have the form fqn|phase|op|ordinal, for example {next(iter(plan.by_key))!r}."
-        )
+        raise nothing_follows(rule, next(iter(plan.by_key)))
 
 
 def assemble_plan(source: str, device: Device, selections: Sequence[Selection], rules: Sequence[Rule]) -> PrecisionPlan:
@@ -106,6 +105,8 @@ def _not_executed(decision: Decision, is_gemm: bool) -> str:
         return f"only GEMMs compute in another format than traced ({decision.traced}); set output to store it narrower"
     if keeps_wide(decision.recipe) and decision.op != "linear":
         return f"only linears keep an operand wide; set recipe to 'row/row' or 'tensor/row' for {decision.op}"
+    if decision.traced != "fp32" and (keeps_wide(decision.recipe) or is_static(decision.recipe)):
+        return f"{decision.recipe} is for products in fp32, and this was written in {decision.traced}"
     natural = recipe_accumulator(decision.compute, decision.recipe)
     if decision.accumulate != natural:
         return f"{decision.compute} is accumulated in {natural}, not in {decision.accumulate}"

@@ -15,8 +15,9 @@ from ..hardware_db.catalog import load_catalog
 from ..hardware_db.cluster import cluster_of
 from ..hardware_db.detect import resolve_hardware
 from ..hardware_db.overlays import HardwareFile
-from ..passes.plan import PrecisionPlan, Rule, parse_rules
+from ..passes.plan import PrecisionPlan
 from ..passes.program import Cost, DriftKind
+from ..passes.rules import Rule, parse_rules
 from ..passes.scores import Scores, load_scores
 from ..passes.sharding import ShardingRule
 from .batches import Loss, split_inputs

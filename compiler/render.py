@@ -53,7 +53,7 @@ def print_summary(printer: Printer, plan: PrecisionPlan, facts: RunFacts | None)
     if plan.hardware_data:
         lines.append(f"hardware data: {'; '.join(plan.hardware_data)}")
     if plan.rules:
-        lines.append("rules: " + ", ".join(f"{r.match} → {r.format}" for r in plan.rules) + _pending(plan))
+        lines.append("rules: " + ", ".join(map(str, plan.rules)) + _pending(plan))
     if facts is not None and (made := facts_line(facts)):
         lines.append(made)
     printer.print(*lines)
@@ -216,6 +216,8 @@ def gflop_text(flops: float) -> str:
 def _pending(plan: PrecisionPlan) -> str:
     """Says so when rules were edited into the file: they take effect when the plan is replayed."""
     open_rules = [
-        r for r in plan.rules if any(r.applies(d.key) and d.op in GEMM_CLASSES and d.compute != r.format for d in plan)
+        r
+        for r in plan.rules
+        if any(r.concerns(d.key) and d.op in GEMM_CLASSES and not r.fits(d.compute, d.recipe) for d in plan)
     ]
     return " (edited: applied on replay, the table shows what stood before)" if open_rules else ""

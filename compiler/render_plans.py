@@ -105,7 +105,7 @@ def _print_summary(printer: Printer, compared: ComparedPlans) -> None:
         if plan.hardware_data:
             lines.append(f"hardware data of {plan.hardware}: {'; '.join(plan.hardware_data)}")
     if first.rules:
-        lines.append("rules: " + ", ".join(f"{r.match} → {r.format}" for r in first.rules))
+        lines.append("rules: " + ", ".join(map(str, first.rules)))
     printer.print(*lines, facts_line(compared.planned[-1].facts))
 
 

@@ -20,11 +20,11 @@ from ..passes.drift import Metric, find_metric
 from ..passes.gemm import gemm_op, operand_nodes, operand_slots
 from ..passes.graph import calls, concrete, root
 from ..passes.keys import key_of
-from ..passes.labels import gemm_label
+from ..passes.labels import SCORED_ARITHMETIC, gemm_label
 from ..passes.plan import fingerprint
 from ..passes.program import DriftKind, drift_limit
 from ..passes.scores import NodeScores, Score, Scores
-from ..passes.sensitivity import SCORED_ARITHMETIC, Measure, Sensitivity, SensitivityScorer
+from ..passes.sensitivity import Measure, Sensitivity, SensitivityScorer
 from .batches import Batch, Loss, loss_value
 from .capture import CapturedGraph
 from .capture_state import ModelState, uncompiled

@@ -32,12 +32,12 @@ from .cost import format_of
 from .gemm import gemm_op, operand_nodes, operand_slots, takes_recipe
 from .graph import CAST_OPS, calls, concrete, float_dtype, is_backward, is_joint, node_op, root, value_of
 from .keys import WGRAD, NodeKey, key_of
-from .labels import gemm_label, label, split_label, stored_label
+from .labels import SCORED_ARITHMETIC, gemm_label, label, split_label, stored_label
 from .op_rules import Policy, class_of, rule_of
 from .plan_fields import Reason
 from .regions import leaves_region
 from .scores import NodeScores, Score, Scores
-from .sensitivity import SCORED_ARITHMETIC, has_one_weight, weight_operands
+from .sensitivity import has_one_weight, weight_operands
 from .static_steps import has_steps
 from .value_use import Use, use_of
 from .vetoes import find_vetoes

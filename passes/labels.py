@@ -9,6 +9,26 @@ GEMM computes as traced, so its labels are the traced format or `->bf16`.
 
 from __future__ import annotations
 
+SCORED_ARITHMETIC: tuple[tuple[str, str], ...] = (
+    ("tf32", "none"),
+    ("bf16", "none"),
+    ("fp16", "none"),
+    ("fp16", "tensor/tensor"),
+    *((f, r) for f in ("fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz", "fp8_e5m2fnuz")
+      for r in ("tensor/tensor", "row/row", "1x128/128x128", "mx32/mx32")),
+    ("int8", "row/row"),
+    ("int8", "tensor/tensor"),
+    ("fp6_e2m3", "mx32/mx32"),
+    ("fp6_e3m2", "mx32/mx32"),
+    ("fp4_e2m1", "mx32/mx32"),
+    ("int4", "1x128/1x128"),
+    ("fp16", "wide/none"),
+    ("int8", "wide/row"),
+    ("int8", "static/row"),
+    ("int4", "wide/1x128"),
+)  # fmt: skip
+"""Formats and recipes (activation/weight) that every GEMM is scored for."""
+
 
 def gemm_label(compute: str, recipe: str = "none") -> str:
     """The label of a GEMM's arithmetic; `recipe` in the order activation/weight, whatever the operands' order is."""

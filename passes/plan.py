@@ -12,22 +12,20 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from ..errors import NotCalibratedError, PlanFileError, PlanSchemaError, RuleError
+from ..errors import NotCalibratedError, PlanFileError, PlanSchemaError
 from ..hardware_db.schema import natural_accumulator
 from .budget_text import parse_budget, parse_memory
 from .files import write_atomically
-from .keys import NodeKey, Phase
+from .keys import Phase
 from .mesh_plan import MeshPlan
 from .plan_fields import (
     GEMM_CLASSES,
-    STORED_FORMATS,
     FormatName,
     KeyText,
     PlanModel,
@@ -35,8 +33,10 @@ from .plan_fields import (
     RecipeName,
     StaticRange,
     StoredName,
+    first_error,
 )
 from .program import Program, Solution
+from .rules import Rule, given_keys, parse_rules
 from .solve import Solved, force, solve_program
 
 SCHEMA = 2
@@ -73,16 +73,6 @@ class Decision(PlanModel):
         """Whether another decision asks for the same formats and recipe."""
         mine = (self.compute, self.recipe, self.accumulate, self.output, self.static_range)
         return mine == (other.compute, other.recipe, other.accumulate, other.output, other.static_range)
-
-
-class Rule(PlanModel):
-    """A user's rule: nodes whose key matches the glob `match` compute in `format`. The last matching rule wins."""
-
-    match: str
-    format: FormatName
-
-    def applies(self, key: str) -> bool:
-        return fnmatchcase(key, self.match)
 
 
 class ModelInfo(PlanModel):
@@ -280,60 +270,6 @@ def follow(decisions: Iterable[Decision], program: Program, solved: Solved) -> l
     return found
 
 
-def parse_rules(rules: Mapping[str, str] | Iterable[Rule | Mapping[str, str]] | str | None) -> list[Rule]:
-    """Rules from what a user writes: `{glob: format}` or a list of `{"match": glob, "format": name}`.
-
-    Raises RuleError naming the faulty rule and what is allowed.
-    """
-    if rules is None:
-        return []
-    if isinstance(rules, str):
-        raise RuleError(
-            f"rules {rules!r} are text; allowed: {{glob: format}} or a list of {{'match': glob, 'format': name}}."
-        )
-    items: Sequence[Any]
-    try:
-        items = [{"match": m, "format": f} for m, f in rules.items()] if isinstance(rules, Mapping) else list(rules)
-        return [r if isinstance(r, Rule) else Rule.model_validate(r) for r in items]
-    except (ValidationError, TypeError) as error:
-        detail = _first_error(error) if isinstance(error, ValidationError) else str(error)
-        raise RuleError(
-            f"rules {rules!r}: {detail}. Allowed: {{glob: format}} or a list of {{'match': glob, 'format': name}}, "
-            "the glob over keys such as 'layers.*.mlp.*|fprop|linear|*'."
-        ) from None
-
-
-def given_keys(rules: Sequence[Rule], program: Program) -> list[tuple[str, str, list[str]]]:
-    """Each rule's glob and format with the keys of a program that it forces: the last rule that matches a key, where
-    the key's node can follow it (tf32 and formats below 16 bits are for GEMMs). Raises RuleError for a rule that no
-    node can follow."""
-    found: list[tuple[str, str, list[str]]] = [(r.match, r.format, []) for r in rules]
-    able = [False] * len(found)
-    for key in program.keys:
-        gemm = NodeKey.parse(key).op in GEMM_CLASSES
-        for i, rule in reversed(list(enumerate(rules))):
-            if rule.applies(key) and (gemm or rule.format in STORED_FORMATS):
-                able[i] = True
-                found[i][2].append(key)
-                break
-    for ok, rule in zip(able, rules, strict=True):
-        if not ok and not any(rule.applies(k) for k in program.keys):
-            raise RuleError(
-                f"rule {rule.match!r} -> {rule.format} matches no node that can follow it (tf32 and formats below 16 "
-                f"bits are for GEMMs). Keys have the form fqn|phase|op|ordinal, for example {program.keys[0]!r}."
-            )
-    return found
-
-
-def _first_error(error: ValidationError) -> str:
-    first = error.errors()[0]
-    where = ".".join(str(p) for p in first["loc"])
-    message = first["msg"].removeprefix("Value error, ").rstrip(".")
-    expected = first.get("ctx", {}).get("expected")
-    allowed = f" (allowed: {expected})" if expected else ""
-    return f"field {where or '(top)'}: {message}{allowed}"
-
-
 def load_plan(path: str | os.PathLike[str]) -> PrecisionPlan:
     """Read a plan file.
 
@@ -366,7 +302,7 @@ def parse_plan(text: str, source: str = "<text>") -> PrecisionPlan:
     except ValidationError as error:
         more = error.error_count() - 1
         tail = f"; {more} more" if more else ""
-        raise PlanSchemaError(f"plan {source}: {_first_error(error)}{tail}.") from None
+        raise PlanSchemaError(f"plan {source}: {first_error(error)}{tail}.") from None
     if len(plan.by_key) != len(plan.nodes):
         seen: set[str] = set()
         double = next(d.key for d in plan.nodes if d.key in seen or seen.add(d.key))  # type: ignore[func-returns-value]

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from ..errors import DsmpError
 from ..hardware_db.formats import get_format, split_recipe
@@ -66,11 +73,12 @@ class PlanModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @model_serializer(mode="wrap")
-    def _without_absent_ranges(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Only what has static steps has a range to write down."""
+    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Only what has static steps has a range to write down, only a rule that names one a recipe."""
         data: dict[str, Any] = handler(self)
-        if data.get("static_range", 0) is None:
-            del data["static_range"]
+        for name in ("static_range", "recipe"):
+            if data.get(name, 0) is None:
+                del data[name]
         return data
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
@@ -86,3 +94,13 @@ class Reason(PlanModel):
 
     code: str
     text: str
+
+
+def first_error(error: ValidationError) -> str:
+    """What is wrong with a plan, rule or field, and what it may hold, from what pydantic says."""
+    first = error.errors()[0]
+    where = ".".join(str(p) for p in first["loc"])
+    message = first["msg"].removeprefix("Value error, ").rstrip(".")
+    expected = first.get("ctx", {}).get("expected")
+    allowed = f" (allowed: {expected})" if expected else ""
+    return f"field {where or '(top)'}: {message}{allowed}"

@@ -19,36 +19,22 @@ from typing import cast
 
 from torch import fx
 
-from ..errors import PlanHardwareError
 from ..hardware_db.capability import Device
-from ..hardware_db.formats import get_format, split_recipe
+from ..hardware_db.formats import get_format, keeps_wide, split_recipe
 from ..hardware_db.schema import Choice, OpClass, natural_accumulator
 from .cast_motion import operand_storage
 from .cost import CostModel, format_of
 from .dataflow import readers
+from .forced import forced_choice, require
 from .gemm import gemm_op, operand_nodes
 from .graph import FLOAT_DTYPES, calls, float_dtype, is_joint, root, shape_of, tensors_of, value_of
 from .keys import WGRAD, NodeKey, key_of
 from .op_rules import Policy, class_of, is_known, rule_of
-from .plan import Decision, Rule
-from .plan_fields import GEMM_CLASSES, Reason
+from .plan import Decision
+from .plan_fields import Reason
+from .rules import Rule
 from .vetoes import Veto, find_vetoes
 from .workload import flops_of, gemm_shape
-
-_STORABLE = ("fp64", "fp32", "bf16", "fp16")
-# How a rule's format is scaled where the device's ladder does not say.
-_DEFAULT_RECIPES = {
-    "fp8_e4m3": "1x128/128x128",
-    "fp8_e5m2": "1x128/128x128",
-    "fp8_e4m3fnuz": "1x128/128x128",
-    "fp8_e5m2fnuz": "1x128/128x128",
-    "fp6_e2m3": "mx32/mx32",
-    "fp6_e3m2": "mx32/mx32",
-    "fp4_e2m1": "mx32/mx32",
-    "int8": "row/row",
-    "int4": "1x128/1x128",
-    "fp16": "tensor/tensor",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,24 +197,24 @@ class _Selector:
         return "measured" if measured else "verdict"
 
     def _gemm_forced(self, node: fx.Node, key: NodeKey, traced: str, rule: Rule) -> _Formats:
-        ladder = [c for c in self.device.ladder(_class(key)) if c.format == rule.format]
-        recipe, accumulate = _DEFAULT_RECIPES.get(rule.format, "none"), natural_accumulator(rule.format)
-        choice = ladder[0] if ladder else Choice(format=rule.format, recipe=recipe, accumulate=accumulate)
-        if choice.format != traced:
-            require(self.device, str(key), _class(key), choice.format, choice.accumulate)
+        choice = forced_choice(
+            rule, node, str(key), _class(key), traced, self.device, self.parameters, training=self.joint
+        )
         flops = self.flops[node]
         choices = {c.format: c for c in (choice, Choice(format=traced, accumulate=natural_accumulator(traced)))}
         return _Formats(
             compute=choice.format,
             recipe=self._recipe(node, choice) if choice.format != traced else "none",
             accumulate=choice.accumulate,
-            output=self._gemm_output(key, traced, choice.format),
-            reason=Reason(code="rule", text=f"the rule {rule.match!r} asks for {rule.format}"),
+            output=traced if keeps_wide(choice.recipe) else self._gemm_output(key, traced, choice.format),
+            reason=Reason(code="rule", text=f"the rule {rule.match!r} asks for {rule.asked}"),
             time_us={f: 1e6 * self._gemm_time(node, key, traced, flops, c) for f, c in choices.items()},
         )
 
     def _gemm_time(self, node: fx.Node, key: NodeKey, traced: str, flops: int, choice: Choice) -> float:
         """Predicted seconds; a traced format of which nothing is known is timed as fp32, in which it is emulated."""
+        if keeps_wide(choice.recipe):
+            return self.cost.narrow_weights_time(node, flops, choice.format, traced)
         if not self.device.rated(choice.format, choice.accumulate):
             choice = Choice(format="fp32")
         recipes = split_recipe(self._recipe(node, choice))
@@ -261,7 +247,7 @@ class _Selector:
         traced = _traced(node)
         accumulate = natural_accumulator(traced)
         forced = self._forced(str(key))
-        if forced is not None and forced.format in _STORABLE and value_of(node) is not None:
+        if forced is not None and value_of(node) is not None:
             require(self.device, str(key), class_of(node), forced.format, accumulate)
             text = f"the rule {forced.match!r} stores it in {forced.format}"
             return _Formats(
@@ -304,7 +290,7 @@ class _Selector:
         )  # fmt: skip
 
     def _forced(self, key: str) -> Rule | None:
-        return next((r for r in reversed(self.rules) if r.applies(key)), None)
+        return next((r for r in reversed(self.rules) if r.concerns(key)), None)
 
     # costs
 
@@ -340,17 +326,6 @@ class _Selector:
         return Selection(decisions=decisions, time_us=total, traced_us=as_traced)
 
 
-def require(device: Device, key: str, op_class: OpClass, format_name: str, accumulate: str) -> None:
-    """Raise PlanHardwareError with the verdict's text unless the device can do what is asked for a node."""
-    verdict = device.supports(op_class, None, format_name, accumulate)
-    if not verdict.ok:
-        able = [c.format for c in device.ladder(op_class) if device.supports(op_class, None, c.format, c.accumulate).ok]
-        raise PlanHardwareError(
-            f"{key}: {device.id} cannot compute {op_class} in {format_name}: {verdict.reason.rstrip('.')}. "
-            f"Ask for a format of its ladder ({', '.join(able)})."
-        )
-
-
 def _class(key: NodeKey) -> OpClass:
     """The op class of a GEMM's key: its operator part names it."""
     return cast(OpClass, key.op)
@@ -380,10 +355,5 @@ def _narrower(candidate: str, traced: str) -> bool:
 
 
 def rules_without_a_node(rules: Sequence[Rule], decisions: Mapping[str, Decision]) -> list[Rule]:
-    """The rules that no node can follow: their glob matches no key, or only nodes that are no GEMM while their format
-    (tf32, or anything below 16 bits) concerns GEMMs only."""
-
-    def can_follow(rule: Rule, key: str) -> bool:
-        return rule.applies(key) and (rule.format in _STORABLE or NodeKey.parse(key).op in GEMM_CLASSES)
-
-    return [r for r in rules if not any(can_follow(r, k) for k in decisions)]
+    """The rules that no node can follow: their glob matches no key, or only nodes that they are not for."""
+    return [r for r in rules if not any(r.concerns(k) for k in decisions)]

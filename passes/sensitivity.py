@@ -38,7 +38,7 @@ from .drift import Metric
 from .gemm import gemm_op, operand_slots, scaling, takes_recipe
 from .graph import FLOAT_DTYPES, root
 from .keys import key_of
-from .labels import gemm_label, stored_label
+from .labels import SCORED_ARITHMETIC, gemm_label, stored_label
 from .op_rules import Policy, rule_of
 from .ranges import Range, range_of
 from .regions import rounds_for_others
@@ -47,25 +47,6 @@ from .rounding_ops import fake_quantize_op
 from .sample_layout import Layout, find_layouts
 from .static_steps import rounded_over_own_range
 
-SCORED_ARITHMETIC: tuple[tuple[str, str], ...] = (
-    ("tf32", "none"),
-    ("bf16", "none"),
-    ("fp16", "none"),
-    ("fp16", "tensor/tensor"),
-    *((f, r) for f in ("fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz", "fp8_e5m2fnuz")
-      for r in ("tensor/tensor", "row/row", "1x128/128x128", "mx32/mx32")),
-    ("int8", "row/row"),
-    ("int8", "tensor/tensor"),
-    ("fp6_e2m3", "mx32/mx32"),
-    ("fp6_e3m2", "mx32/mx32"),
-    ("fp4_e2m1", "mx32/mx32"),
-    ("int4", "1x128/1x128"),
-    ("fp16", "wide/none"),
-    ("int8", "wide/row"),
-    ("int8", "static/row"),
-    ("int4", "wide/1x128"),
-)  # fmt: skip
-"""Formats and recipes (activation/weight) that every GEMM is scored for."""
 SCORED_STORAGE = ("bf16", "fp16")
 """Formats that every stored result is scored for."""
 

@@ -11,6 +11,7 @@ from .assignment import Assignment
 from .keys import NodeKey
 from .plan_fields import GEMM_CLASSES, Reason
 from .program import Candidate, Program, Solution
+from .rules import Rule
 from .select_optimal import select_optimal
 
 
@@ -133,25 +134,25 @@ def _share(chosen: Candidate, other: Candidate, solution: Solution) -> str:
     return f" for {100 * more / solution.limit:.2g} % of the budget"
 
 
-def force(program: Program, rules: Iterable[tuple[str, str, list[str]]]) -> Program:
-    """A program in which nodes may only take a format: (rule, format, keys) triples, the last one for a key wins.
+def force(program: Program, rules: Iterable[tuple[Rule, list[str]]]) -> Program:
+    """A program in which nodes may only take what a rule asks for: rules with keys, the last one for a key wins.
 
     A rule on a GEMM asks for its arithmetic, on any other node for the format that its result is stored in. Raises
     PlanHardwareError for a node that has no candidate in the format that is neither blocked by the device nor by a
     veto.
     """
     candidates = dict(program.candidates)
-    for rule, name, keys in rules:
-        why = Reason(code="rule", text=f"the rule {rule!r} asks for {name}")
+    for rule, keys in rules:
+        why = Reason(code="rule", text=f"the rule {rule.match!r} asks for {rule.asked}")
         for key in keys:
             gemm = NodeKey.parse(key).op in GEMM_CLASSES
             known = program.candidates[key]
-            asked = [(c.compute if gemm else c.output) == name for c in known]
+            asked = [rule.fits(c.compute, c.recipe) if gemm else c.output == rule.format for c in known]
             if not any(wanted and _free(c) for wanted, c in zip(asked, known, strict=True)):
                 barred = next((c.blocked.text for w, c in zip(asked, known, strict=True) if w and c.blocked), "")
                 because = f": {barred.rstrip('.')}" if barred else ""
                 can = ", ".join(dict.fromkeys(c.compute if gemm else c.output for c in known if _free(c)))
-                raise PlanHardwareError(f"{key}: the rule {rule!r} asks for {name}{because}. It may take {can}.")
+                raise PlanHardwareError(f"{key}: {why.text}{because}. It may take {can}.")
             candidates[key] = [_ruled(c, wanted, why) for wanted, c in zip(asked, known, strict=True)]
     return program.model_copy(update={"candidates": candidates})
 

@@ -35,6 +35,7 @@ GEMM, KEPT = "0|fprop|linear|0", "1|fprop|erf|0"
         (GEMM, {"compute": "fp32", "accumulate": "bf16"}, "accumulated in fp32"),
         (GEMM, {"compute": "tf32", "recipe": "1x128/128x128"}, "needs no scales"),
         (GEMM, {"compute": "int8", "accumulate": "int32", "recipe": "none"}, "row/row"),
+        (GEMM, {"traced": "bf16", "compute": "int8", "accumulate": "int32", "recipe": "static/row"}, "written in bf16"),
         (GEMM, {"compute": "fp8_e4m3fnuz", "recipe": "1x128/128x128"}, "flavour"),
     ],
 )

@@ -17,10 +17,10 @@ from dsmp.hardware_db.formats import get_format
 from dsmp.hardware_db.measurement import GemmPoint, Measurement
 from dsmp.passes.candidates import narrow_storage, ways_of
 from dsmp.passes.gemm import gemm_op, takes_recipe
+from dsmp.passes.labels import SCORED_ARITHMETIC
 from dsmp.passes.operand_copies import operand_copies
 from dsmp.passes.ranges import Range
 from dsmp.passes.scores import NodeScores, Score, Scores
-from dsmp.passes.sensitivity import SCORED_ARITHMETIC
 
 LABELS = [f if r == "none" else f"{f}:{r}" for f, r in SCORED_ARITHMETIC]
 

@@ -17,8 +17,8 @@ from dsmp.hardware_db.formats import get_format, split_recipe
 from dsmp.passes.graph import calls, float_dtype
 from dsmp.passes.keys import key_of
 from dsmp.passes.op_rules import Policy, rule_of
-from dsmp.passes.plan import Rule
 from dsmp.passes.plan_fields import GEMM_CLASSES, STORED_FORMATS
+from dsmp.passes.rules import Rule
 from dsmp.passes.select_default import rules_without_a_node, select_default
 
 FP32_CLASSES = {"norm", "softmax", "loss", "embedding", "reduction", "pointwise", "index"}

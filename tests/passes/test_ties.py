@@ -11,9 +11,9 @@ from dsmp.compiler.capture import capture
 from dsmp.hardware_db import resolve
 from dsmp.passes.candidates import ways_of
 from dsmp.passes.formulate import formulate
+from dsmp.passes.labels import SCORED_ARITHMETIC
 from dsmp.passes.ranges import Range
 from dsmp.passes.scores import NodeScores, Score, Scores
-from dsmp.passes.sensitivity import SCORED_ARITHMETIC
 from dsmp.passes.ties import ties_of
 
 
