@@ -78,6 +78,52 @@ void gather(const Call& c, int64_t begin, int64_t end, int64_t offset, int64_t b
   });
 }
 
+// The input rows that one output row reads, padded at both ends, each copied once while output rows follow one another.
+class Window {
+ public:
+  explicit Window(const Call& c)
+      : c_(c), rows_((c.s.kh - 1) * c.s.dh + 1), held_(rows_, -1), tops_(rows_),
+        width_((c.s.ow - 1) * c.s.sw + (c.s.kw - 1) * c.s.dw + 1),
+        bytes_((rows_ * width_ + 1) * c.s.channels + kChannels) {}
+
+  // Holds what output row `row` of all images reads.
+  void move(int64_t row) {
+    const Shape& s = c_.s;
+    const int64_t image = row / s.oh, top = row % s.oh * s.sh - s.ph;
+    for (int64_t i = 0; i < s.kh; ++i) {
+      const int64_t y = top + i * s.dh;
+      const int64_t wanted = y < 0 || y >= s.height ? kPadding : image * s.height + y;
+      const int64_t slot = (y % rows_ + rows_) % rows_;
+      tops_[i] = slot * width_ * s.channels;
+      if (held_[slot] == wanted) continue;
+      fill(bytes_.data() + tops_[i], wanted);
+      held_[slot] = wanted;
+    }
+  }
+
+  const uint8_t* data() const { return bytes_.data(); }
+  // Where the i-th row of taps begins.
+  int64_t line(int64_t i) const { return tops_[i]; }
+
+ private:
+  static constexpr int64_t kPadding = -2;
+
+  void fill(uint8_t* to, int64_t wanted) const {
+    const Shape& s = c_.s;
+    const int64_t whole = wanted == kPadding ? 0 : std::min(s.width, std::max<int64_t>(0, width_ - s.pw));
+    const int64_t left = whole == 0 ? width_ : std::min(s.pw, width_), right = width_ - left - whole;
+    std::memset(to, *c_.outside, left * s.channels);
+    if (whole > 0) std::memcpy(to + left * s.channels, c_.x + wanted * s.width * s.channels, whole * s.channels);
+    std::memset(to + (left + whole) * s.channels, *c_.outside, right * s.channels);
+  }
+
+  const Call& c_;
+  int64_t rows_;
+  std::vector<int64_t> held_, tops_;
+  int64_t width_;
+  std::vector<uint8_t> bytes_;
+};
+
 // Where a pixel's residual and result lie.
 template <int R>
 const void* residual_of(const Call& c, int64_t pixel) {
@@ -97,43 +143,58 @@ struct Block {
   int64_t channel, count;
 };
 
+// Out of line: there are 24 kinds of results, and the last tile of an image is one of many.
+template <int Rows>
+[[gnu::noinline]] void few_products(const uint8_t* const* rows, int64_t taps, int64_t depth, const int8_t* w,
+                                    const int32_t* start, Sums* sums) {
+  products<Rows>(rows, taps, depth, w, start, sums);
+}
+
 template <int A, int R, bool Bytes>
 struct Dense {
   template <int Rows>
-  static void tile(const Call& c, const Layout& layout, const uint8_t* const* rows, const Block& b, int64_t pixel) {
+  static void tile(const Call& c, const Layout& layout, const uint8_t* const* rows, const Block& b,
+                   const Finisher<A, R, Bytes>& finish, int64_t pixel) {
     Sums sums[Rows];
-    products<Rows>(rows, layout.taps, layout.bytes / 8, static_cast<const int8_t*>(b.w), b.start, sums);
+    const auto* w = static_cast<const int8_t*>(b.w);
+    if constexpr (Rows == kRows) {
+      products<Rows>(rows, layout.taps, layout.bytes / 8, w, b.start, sums);
+    } else {
+      few_products<Rows>(rows, layout.taps, layout.bytes / 8, w, b.start, sums);
+    }
     for (int r = 0; r < Rows; ++r)
-      finish<A, R, Bytes>(sums[r], b.channel, b.count, residual_of<R>(c, pixel + r), result_of<Bytes>(c, pixel + r), c.f);
+      finish(sums[r], residual_of<R>(c, pixel + r), result_of<Bytes>(c, pixel + r));
   }
 
   static void tiles(const Call& c, const Layout& layout, const uint8_t* const* table, int64_t p, int64_t end,
                     const Block& b) {
-    for (; p + kRows <= end; p += kRows, table += kRows * layout.taps) tile<kRows>(c, layout, table, b, p);
-    if (end - p == 3) tile<3>(c, layout, table, b, p);
-    if (end - p == 2) tile<2>(c, layout, table, b, p);
-    if (end - p == 1) tile<1>(c, layout, table, b, p);
+    const Finisher<A, R, Bytes> finish(c.f, b.channel, b.count);
+    for (; p + kRows <= end; p += kRows, table += kRows * layout.taps) tile<kRows>(c, layout, table, b, finish, p);
+    if (end - p == 3) tile<3>(c, layout, table, b, finish, p);
+    if (end - p == 2) tile<2>(c, layout, table, b, finish, p);
+    if (end - p == 1) tile<1>(c, layout, table, b, finish, p);
   }
 };
 
 template <int A, int R, bool Bytes>
 struct Depthwise {
-  // Pixels from a table of pointers to their taps, which point at the block's channels but for `offset`.
-  static void pixels(const Call& c, const uint8_t* const* table, int64_t offset, int64_t p, int64_t end, const Block& b) {
-    const int64_t even = up(c.s.area(), 2);
-    for (; p < end; ++p, table += even) one(c, [&](int64_t t) { return table[t] + offset; }, p, b);
+  // Output pixels [p, end) of one row; the first one's taps lie `distances` from `x`.
+  static void row(const Call& c, const uint8_t* x, const int64_t* distances, int64_t p, int64_t end, const Block& b) {
+    switch (c.s.area()) {
+      case 9: return pairs<5>(c, x, distances, p, end, b);
+      case 25: return pairs<13>(c, x, distances, p, end, b);
+      default: return pairs<0>(c, x, distances, p, end, b);
+    }
   }
 
-  // Pixels whose taps all lie inside the image, `distances` from the first one, which is at `x`.
-  static void inside(const Call& c, const uint8_t* x, const int64_t* distances, int64_t p, int64_t end, const Block& b) {
-    const int64_t step = c.s.sw * c.s.channels;
-    for (; p < end; ++p, x += step) one(c, [&](int64_t t) { return x + distances[t]; }, p, b);
-  }
-
-  template <typename Taps>
-  static void one(const Call& c, const Taps& taps, int64_t p, const Block& b) {
-    const Sums sums = depthwise_products(taps, up(c.s.area(), 2) / 2, static_cast<const int16_t*>(b.w), b.start);
-    finish<A, R, Bytes>(sums, b.channel, b.count, residual_of<R>(c, p), result_of<Bytes>(c, p), c.f);
+  template <int P>
+  static void pairs(const Call& c, const uint8_t* x, const int64_t* distances, int64_t p, int64_t end, const Block& b) {
+    const int64_t step = c.s.sw * c.s.channels, pairs = up(c.s.area(), 2) / 2;
+    const Finisher<A, R, Bytes> finish(c.f, b.channel, b.count);
+    for (; p < end; ++p, x += step) {
+      const Sums sums = depthwise_products<P>(x, distances, pairs, static_cast<const int16_t*>(b.w), b.start);
+      finish(sums, residual_of<R>(c, p), result_of<Bytes>(c, p));
+    }
   }
 };
 
@@ -195,43 +256,24 @@ void depthwise(const Call& c, int64_t first_row, int64_t last_row) {
   const Shape& s = c.s;
   const int64_t even = up(s.area(), 2), count = std::min<int64_t>(kChannels, s.out);
   const int64_t chunk = std::max<int64_t>(4, std::min<int64_t>(32, kNear / (s.channels * s.kh * s.sw)));
-  std::vector<const uint8_t*> table(chunk * even, c.outside);
-  std::vector<uint8_t> few(count < kChannels ? chunk * even * kChannels : 0);
-  std::vector<int64_t> distances(even);  // the odd one out reads the first tap and is multiplied by 0
-  for (int64_t t = 0; t < s.area(); ++t)
-    distances[t] = (t / s.kw * s.dh * s.width + t % s.kw * s.dw) * s.channels;
-  // columns whose taps all lie inside the image
-  const int64_t left = (s.pw + s.sw - 1) / s.sw, reach = s.width - 1 - (s.kw - 1) * s.dw + s.pw;
-  const int64_t right = reach < 0 ? 0 : std::min(s.ow, reach / s.sw + 1);
+  Window window(c);
+  std::vector<int64_t> distances(even);
+  decltype(&Depthwise<kNone, kAlone, true>::row) take = nullptr;
+  chosen<Depthwise>(c, [&](auto kind) { take = &decltype(kind)::row; });
   for (int64_t row = first_row; row < last_row; ++row) {
-    const int64_t top = row % s.oh * s.sh - s.ph;
-    const bool whole = few.empty() && top >= 0 && top + (s.kh - 1) * s.dh < s.height;
-    const uint8_t* line = c.x + (row / s.oh * s.height + top) * s.width * s.channels;
-    for (int64_t column = 0; column < s.ow;) {
-      const bool inside = whole && column >= left && column < right;
-      const int64_t stop = inside ? right : whole && column < left ? std::min(left, s.ow) : s.ow;
-      const int64_t next = std::min(stop, column + chunk), begin = row * s.ow + column, end = row * s.ow + next;
-      if (!inside) locate(c, begin, end, 0, table.data(), [even](int64_t p, int64_t tap) { return p * even + tap; });
-      for (size_t i = 0; i * kChannels < few.size(); ++i) {  // never read beyond the last pixel
-        uint8_t* to = few.data() + i * kChannels;
-        if (table[i] != to) copy(to, table[i], count);
-        table[i] = to;
-      }
+    window.move(row);
+    for (int64_t t = 0; t < s.area(); ++t)
+      distances[t] = window.line(t / s.kw) + t % s.kw * s.dw * s.channels;
+    if (even > s.area()) distances[s.area()] = distances[0];  // it is multiplied by 0
+    for (int64_t column = 0; column < s.ow; column += chunk) {
+      const int64_t begin = row * s.ow + column, end = row * s.ow + std::min(s.ow, column + chunk);
       for (int64_t b = 0; b < up(s.out, kChannels) / kChannels; ++b) {
         const int64_t channel = first_channel(b, s.out);
         alignas(32) int32_t start[kChannels] = {};
         std::memcpy(start, c.start + channel, count * sizeof(int32_t));
         const Block block = {reinterpret_cast<const int16_t*>(c.w) + b * kChannels * even, start, channel, count};
-        chosen<Depthwise>(c, [&](auto kind) {
-          if (inside) {
-            const uint8_t* first = line + (column * s.sw - s.pw) * s.channels + channel;
-            decltype(kind)::inside(c, first, distances.data(), begin, end, block);
-          } else {
-            decltype(kind)::pixels(c, table.data(), channel, begin, end, block);
-          }
-        });
+        take(c, window.data() + column * s.sw * s.channels + channel, distances.data(), begin, end, block);
       }
-      column = next;
     }
   }
 }
@@ -246,15 +288,15 @@ void quantise_row(const float* x, int64_t width, int64_t channels, int64_t pixel
     for (int64_t p = 0; p < width; ++p, x += pixel_stride, out += channels) {
       int64_t k = 0;
 #if defined(__AVX2__)
-      const __m256 step = _mm256_set1_ps(inverse);
+      const __m256 step = _mm256_set1_ps(inverse), highest = highest_step(zero);
+      const __m256i origin = _mm256_set1_epi16(static_cast<int16_t>(zero));
       for (; k + kChannels <= channels; k += kChannels) {
         __m256 a = _mm256_loadu_ps(x + k), b = _mm256_loadu_ps(x + k + 8);
         if (gate != nullptr) {
           a = _mm256_mul_ps(a, _mm256_loadu_ps(gate + k));
           b = _mm256_mul_ps(b, _mm256_loadu_ps(gate + k + 8));
         }
-        const __m128i bytes = bytes_of(quantised(a, step, zero), quantised(b, step, zero));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(out + k), bytes);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(out + k), quantised(a, b, step, highest, origin));
       }
 #endif
       for (; k < channels; ++k) out[k] = quantised(gate == nullptr ? x[k] : x[k] * gate[k], inverse, zero);
@@ -265,11 +307,12 @@ void quantise_row(const float* x, int64_t width, int64_t channels, int64_t pixel
     const float factor = gate == nullptr ? 1.0f : gate[k];
     int64_t p = 0;
 #if defined(__AVX2__)
-    const __m256 step = _mm256_set1_ps(inverse), gates = _mm256_set1_ps(factor);
+    const __m256 step = _mm256_set1_ps(inverse), gates = _mm256_set1_ps(factor), highest = highest_step(zero);
+    const __m256i origin = _mm256_set1_epi16(static_cast<int16_t>(zero));
     for (; pixel_stride == 1 && p + kChannels <= width; p += kChannels) {
       const __m256 a = _mm256_mul_ps(_mm256_loadu_ps(x + p), gates), b = _mm256_mul_ps(_mm256_loadu_ps(x + p + 8), gates);
       alignas(16) uint8_t bytes[kChannels];
-      _mm_store_si128(reinterpret_cast<__m128i*>(bytes), bytes_of(quantised(a, step, zero), quantised(b, step, zero)));
+      _mm_store_si128(reinterpret_cast<__m128i*>(bytes), quantised(a, b, step, highest, origin));
       for (int64_t i = 0; i < kChannels; ++i) out[(p + i) * channels + k] = bytes[i];
     }
 #endif

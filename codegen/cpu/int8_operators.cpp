@@ -46,8 +46,13 @@ struct Vector {
     held = x->contiguous();
     given = held.const_data_ptr<float>();
   }
-  float at(int64_t o, float otherwise) const { return given == nullptr ? otherwise : given[o]; }
 };
+
+// A loop of its own for each step lets the compiler compute several channels at once.
+template <typename Step>
+void each(int64_t n, const Step& step) {
+  for (int64_t i = 0; i < n; ++i) step(i);
+}
 
 // What products multiply by instead of a weight of `size`, which was packed.
 Tensor unpacked(const PackedWeight& packed, IntArrayRef size, int64_t groups) {
@@ -155,13 +160,19 @@ Tensor convolve(const Tensor& given, const PackedWeight& packed, IntArrayRef siz
   const float* scale = packed.scales.const_data_ptr<float>();
   const int32_t* sum = packed.sums.const_data_ptr<int32_t>();
   const Vector added(bias, s.out), centre(mean, s.out), spread(variance, s.out), factors(gain, s.out), last(shift, s.out);
-  for (int64_t o = 0; o < s.out; ++o) {
-    const float normed = (spread.given ? 1.0f / std::sqrt(spread.at(o, 1.0f) + static_cast<float>(epsilon)) : 1.0f) *
-                         factors.at(o, 1.0f);
-    multiplier[o] = static_cast<float>(x_scale) * scale[o] * normed;
-    offset[o] = (added.at(o, 0.0f) - centre.at(o, 0.0f)) * normed + last.at(o, 0.0f);
+  std::vector<float> normed(s.out, 1.0f);
+  if (spread.given != nullptr) each(s.out, [&](int64_t o) {
+    normed[o] = 1.0f / std::sqrt(spread.given[o] + static_cast<float>(epsilon));
+  });
+  if (factors.given != nullptr) each(s.out, [&](int64_t o) { normed[o] *= factors.given[o]; });
+  if (added.given != nullptr) each(s.out, [&](int64_t o) { offset[o] = added.given[o]; });
+  if (centre.given != nullptr) each(s.out, [&](int64_t o) { offset[o] -= centre.given[o]; });
+  each(s.out, [&](int64_t o) { offset[o] *= normed[o]; });
+  if (last.given != nullptr) each(s.out, [&](int64_t o) { offset[o] += last.given[o]; });
+  each(s.out, [&](int64_t o) {
+    multiplier[o] = static_cast<float>(x_scale) * scale[o] * normed[o];
     start[o] = -static_cast<int32_t>(x_zero) * sum[o];
-  }
+  });
   c.x = x.const_data_ptr<uint8_t>();
   c.outside = outside.data();
   c.w = packed.payload.const_data_ptr<int8_t>();

@@ -36,8 +36,8 @@ inline __m512i four(const uint8_t* x) {
 }
 
 template <int R>
-inline void products(const uint8_t* const* rows, int64_t taps, int64_t depth, const int8_t* w, const int32_t* start,
-                     Sums* sums) {
+[[gnu::always_inline]] inline void products(const uint8_t* const* rows, int64_t taps, int64_t depth, const int8_t* w,
+                                            const int32_t* start, Sums* sums) {
   // two sums per pixel, or each would wait for the one before
   __m512i total[R][2];
   for (int r = 0; r < R; ++r) {
@@ -66,8 +66,8 @@ inline void products(const uint8_t* const* rows, int64_t taps, int64_t depth, co
 #else
 
 template <int R>
-inline void products(const uint8_t* const* rows, int64_t taps, int64_t depth, const int8_t* w, const int32_t* start,
-                     Sums* sums) {
+[[gnu::always_inline]] inline void products(const uint8_t* const* rows, int64_t taps, int64_t depth, const int8_t* w,
+                                            const int32_t* start, Sums* sums) {
   __m256i total[R][2];
   const __m256i ones = _mm256_set1_epi16(1);
   for (int r = 0; r < R; ++r)
@@ -106,13 +106,15 @@ inline __m256i add_pairs(__m256i sum, __m256i a, __m256i b) {
 #endif
 }
 
-// Sums of 16 channels, each with weights of its own; taps(t) points at the first channel of tap t, of an even number.
-template <typename Taps>
-inline Sums depthwise_products(const Taps& taps, int64_t pairs, const int16_t* w, const int32_t* start) {
+// Sums of 16 channels, each with weights of its own, over pairs of taps (as many as P says, or `pairs` with a P of 0);
+// tap t of the first channel lies at x + distances[t].
+template <int P>
+[[gnu::always_inline]] inline Sums depthwise_products(const uint8_t* x, const int64_t* distances, int64_t pairs,
+                                                      const int16_t* w, const int32_t* start) {
   __m256i low = _mm256_setzero_si256(), high = _mm256_setzero_si256();
-  for (int64_t p = 0; p < pairs; ++p) {
-    const auto* first = reinterpret_cast<const __m128i*>(taps(2 * p));
-    const auto* second = reinterpret_cast<const __m128i*>(taps(2 * p + 1));
+  for (int64_t p = 0; p < (P == 0 ? pairs : P); ++p) {
+    const auto* first = reinterpret_cast<const __m128i*>(x + distances[2 * p]);
+    const auto* second = reinterpret_cast<const __m128i*>(x + distances[2 * p + 1]);
     const __m256i a = _mm256_cvtepu8_epi16(_mm_loadu_si128(first)), b = _mm256_cvtepu8_epi16(_mm_loadu_si128(second));
     const auto* pair = reinterpret_cast<const __m256i*>(w + 32 * p);
     low = add_pairs(low, _mm256_unpacklo_epi16(a, b), _mm256_loadu_si256(pair));
@@ -130,8 +132,8 @@ struct Sums {
 };
 
 template <int R>
-inline void products(const uint8_t* const* rows, int64_t taps, int64_t depth, const int8_t* w, const int32_t* start,
-                     Sums* sums) {
+[[gnu::always_inline]] inline void products(const uint8_t* const* rows, int64_t taps, int64_t depth, const int8_t* w,
+                                            const int32_t* start, Sums* sums) {
   for (int r = 0; r < R; ++r) std::memcpy(sums[r].part, start, sizeof(sums[r].part));
   for (int64_t tap = 0; tap < taps; ++tap)
     for (int64_t d = 0; d < depth; ++d, w += 128)
@@ -144,8 +146,9 @@ inline void products(const uint8_t* const* rows, int64_t taps, int64_t depth, co
       }
 }
 
-template <typename Taps>
-inline Sums depthwise_products(const Taps& taps, int64_t pairs, const int16_t* w, const int32_t* start) {
+template <int P>
+[[gnu::always_inline]] inline Sums depthwise_products(const uint8_t* x, const int64_t* distances, int64_t pairs,
+                                                      const int16_t* w, const int32_t* start) {
   static constexpr int order[4] = {0, 8, 4, 12};
   Sums sums;
   std::memcpy(sums.part, start, sizeof(sums.part));
@@ -153,7 +156,7 @@ inline Sums depthwise_products(const Taps& taps, int64_t pairs, const int16_t* w
     for (int part = 0; part < 4; ++part)
       for (int c = 0; c < 4; ++c)
         for (int t = 0; t < 2; ++t)
-          sums.part[order[part] + c] += static_cast<int32_t>(taps(2 * p + t)[order[part] + c]) *
+          sums.part[order[part] + c] += static_cast<int32_t>(x[distances[2 * p + t] + order[part] + c]) *
                                         w[32 * p + 8 * part + 2 * c + t];
   return sums;
 }

@@ -306,3 +306,15 @@ def test_a_symbolic_batch_is_priced_by_its_hint():
     )
     gemms = [k for k in static.keys if "|linear|" in k]
     assert gemms and {k: dynamic.candidates[k] for k in gemms} == {k: static.candidates[k] for k in gemms}
+
+
+def test_each_call_of_torchs_depthwise_convolution_costs_on_cpus():
+    def times(groups, device, training=False):
+        conv = nn.Conv2d(32, 32, 3, padding=1, groups=groups)
+        program = formulate(
+            graphs_of(capture(conv, (torch.randn(1, 32, 14, 14),), training=training)), resolve(device), drift_of
+        )
+        return {c.label: c.time_us for c in program.candidates["|fprop|conv|0"]}
+
+    assert times(32, "cpu-avx2")["fp32"] > 50 > times(32, "cpu-avx2", training=True)["fp32"]
+    assert times(8, "cpu-avx2")["fp32"] < 50
