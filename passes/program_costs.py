@@ -195,7 +195,7 @@ def _is_depthwise(node: fx.Node) -> bool:
     if node_op(node) != "aten.convolution":
         return False
     weight = tensor_of(operand_nodes(node)[1])
-    return node.args[8] != 1 and shape_of(weight)[1] == 1
+    return bool(node.args[8] != 1) and shape_of(weight)[1] == 1
 
 
 def saved_bytes(node: fx.Node, stored: str) -> int:

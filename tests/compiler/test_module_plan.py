@@ -111,6 +111,9 @@ def test_modules_and_options_that_are_not_there() -> None:
         dsmp.compile_modules(Stack(), plan, "layer.0")
     with pytest.raises(PlanMismatchError, match="is named 'layers'"):  # a list of modules is never called
         dsmp.compile_modules(Stack(), plan, "layers")
+    for nothing in ([], 3, [3]):
+        with pytest.raises(InvalidOptionError, match=r"a name or glob such as 'layers\.\*'"):
+            dsmp.compile_modules(Stack(), plan, nothing)
     with pytest.raises(InvalidOptionError, match="all modules follow the plan"):
         dsmp.compile_modules(Stack(), plan, "layers.*", budget=0.01)
     with pytest.raises(UnknownOptionError, match="executer"):
