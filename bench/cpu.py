@@ -14,6 +14,8 @@ the load before and after is in the table's title. Columns:
     weights MB   parameters and buffers, and what was packed of them; `peak MB` the peak of resident memory while it is
                  called (all cases of linears), over that of the process without a model
     compile s    the first call less the second, from empty caches; `x` is that over torch.compile's in fp32
+    same code    Inductor made the same code as of torch.compile in fp32, comments apart: such rows differ as two
+                 processes do that run one program
 
 A plan holds the fp32 parameters beside what is packed of them. Plans are made once, before anything is timed.
 """
@@ -82,7 +84,7 @@ def started(work: Workload, variants: Sequence[Variant], threads: int, notes: li
         except VariantError as error:
             notes.append(f"{work.name}, {variant.name}: left out, {error}")
             continue
-        taken = ", ".join(f"{compile_s:.1f}" for _, compile_s, _ in worker.made.values())
+        taken = ", ".join(f"{compile_s:.1f}" for _, compile_s, _, _ in worker.made.values())
         print(f"{work.name}, {threads} threads, {variant.name}: compiled in {taken} s", flush=True)
     return workers
 
@@ -95,10 +97,10 @@ def measured(workers: Mapping[str, Worker], titles: Sequence[str], rounds: int) 
     for title in titles:
         found[title] = {}
         for name, worker in workers.items():
-            output, compile_s, weights_mb = worker.made[title]
+            output, compile_s, weights_mb, code = worker.made[title]
             found[title][name] = Measured(
                 times=times[title][name], output=torch.from_numpy(output), compile_s=compile_s, weights_mb=weights_mb,
-                peak_mb=peaks[name],
+                peak_mb=peaks[name], code=code,
             )  # fmt: skip
     return found
 
@@ -123,6 +125,7 @@ def rows_of(work: Workload, found: Mapping[str, Mapping[str, Measured]], threads
                 "peak MB": m.peak_mb,
                 "compile s": m.compile_s,
                 "x": m.compile_s / base.compile_s,
+                "same code": bool(m.code) and m.code == base.code,
                 "rounds": len(m.times),
                 "load": load,
             }
@@ -132,7 +135,8 @@ def slower(rows: Sequence[Row], formats: Mapping[tuple[str, str, str], str]) -> 
     """A sentence for each row of ours that is slower than torch.compile in fp32."""
     return [
         f"slower than torch.compile: {r['model']}, {r['case']}, {r['threads']} threads, {r['variant']}: "
-        f"{r['x compile']:.3g} times as fast ({formats.get(_key(r), 'all fp32')})"
+        f"{r['x compile']:.3g} times as fast ({formats.get(_key(r), 'all fp32')}"
+        f"{', the same code' if r['same code'] else ''})"
         for r in rows
         if str(r["variant"]).startswith("dsmp") and float(r["x compile"]) < SLOWER
     ]

@@ -7,18 +7,22 @@ collector. Packing weights counts.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
+import hashlib
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import fresh_cache
 
 import dsmp
@@ -108,7 +112,7 @@ class Variant:
         # a collection of all that libraries hold takes up to half a second, and falls where it will
         gc.collect()
         gc.disable()
-        with fresh_cache():
+        with fresh_cache(), _generated_code() as code:
             target, started = timed(lambda: self._compiled(work, model, title))
             run = functools.partial(target, *inputs)
             if self.name == AUTOCAST:
@@ -121,6 +125,7 @@ class Variant:
             output=_tensor(output).detach().clone(),
             compile_s=max(0.0, started + first - second),
             weights_mb=(held_bytes(model) + packed_bytes()) / 1e6,
+            code=hashlib.sha256("".join(sorted(code)).encode()).hexdigest() if code else "",
         )
 
     def _compiled(self, work: Workload, model: nn.Module, title: str) -> Callable[..., object]:
@@ -144,6 +149,18 @@ class Variant:
             return {"backend": "dsmp", "options": {"plan": plan, "strict": True}}
         rules = [{"match": "*", "format": "fp32"}] if self.name == WIDE else []
         return {"backend": "dsmp", "options": {"hardware": "cpu", "rules": rules}}
+
+
+@contextlib.contextmanager
+def _generated_code() -> Iterator[set[str]]:
+    """Collects what Inductor generates, without the lines of comments."""
+    found: set[str] = set()
+
+    def save(text: str) -> None:
+        found.add("\n".join(line for line in text.splitlines() if not line.lstrip().startswith("# ")))
+
+    with mock.patch.object(GraphLowering, "save_output_code", save):
+        yield found
 
 
 def _small(x: Tensor) -> Tensor:

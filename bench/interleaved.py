@@ -31,12 +31,14 @@ SLOW, SLOW_ROUNDS = 4.0, 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One way to call a variant: what it returned, what compiling took (s), and what weights take (MB)."""
+    """One way to call a variant: what it returned, what compiling took (s), what weights take (MB), and a hash of the
+    code that Inductor made, "" for none."""
 
     call: Callable[[], object]
     output: Tensor
     compile_s: float
     weights_mb: float
+    code: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +58,7 @@ class Measured:
     compile_s: float
     weights_mb: float
     peak_mb: float
+    code: str = ""
 
     @property
     def median(self) -> float:
@@ -88,8 +91,8 @@ class Worker:
         self._process = context.Process(target=_serve, args=(other, build, threads), daemon=True)
         self._process.start()
         other.close()
-        self.made: dict[str, tuple[Any, float, float]] = self._answer()
-        """By case: output (float32 array), compile seconds, MB of weights."""
+        self.made: dict[str, tuple[Any, float, float, str]] = self._answer()
+        """By case: output (float32 array), compile seconds, MB of weights, hash of the code."""
 
     def turn(self, case: str, calls: int) -> list[float]:
         """Seconds of `calls` calls, after one that is not timed."""
@@ -123,7 +126,9 @@ def _serve(connection: Connection, build: Callable[[], Subject], threads: int) -
             subject = build()
             cases = subject.cases
             _forget_peak()
-            connection.send({t: (c.output.float().numpy(), c.compile_s, c.weights_mb) for t, c in cases.items()})
+            connection.send(
+                {t: (c.output.float().numpy(), c.compile_s, c.weights_mb, c.code) for t, c in cases.items()}
+            )
             while (wanted := connection.recv()) is not None:
                 case, calls = wanted
                 call = cases[case].call

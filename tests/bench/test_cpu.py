@@ -37,8 +37,9 @@ def test_turns_rotate_and_slow_variants_take_few() -> None:
     assert letters == "bfs" + "fsb" + "sbf" + "bf" + "fb"
 
 
-def figures(times: list[float], output: float = 1.0) -> Measured:
-    return Measured(times=times, output=torch.tensor([output, 0.0]), compile_s=2.0, weights_mb=1.0, peak_mb=3.0)
+def figures(times: list[float], output: float = 1.0, code: str = "") -> Measured:
+    made = torch.tensor([output, 0.0])
+    return Measured(times=times, output=made, compile_s=2.0, weights_mb=1.0, peak_mb=3.0, code=code)
 
 
 def test_figures() -> None:
@@ -51,15 +52,16 @@ def test_figures() -> None:
 def test_rows_and_what_is_too_slow() -> None:
     work = cpu_models.workload("tiny", cpu_models.Sizes(rows=(1,)))
     found = {
-        EAGER: figures([2.0, 2.0]), BASELINE: figures([1.0, 1.0]), "dsmp 1%": figures([2.0, 2.0], 1.25),
-        WIDE: figures([1.0, 1.0]),
+        EAGER: figures([2.0, 2.0]), BASELINE: figures([1.0, 1.0], code="a"),
+        "dsmp 1%": figures([2.0, 2.0], 1.25, code="b"), WIDE: figures([1.25, 1.25], code="a"),
     }  # fmt: skip
     rows = list(cpu.rows_of(work, {"1 rows": found}, 1, "0.1-0.2"))
     ours = next(r for r in rows if r["variant"] == "dsmp 1%")
     assert (ours["ms"], ours["x compile"], ours["x best fp32"], ours["drift"]) == (2000.0, 0.5, 0.5, 0.25)
     assert next(r for r in rows if r["variant"] == EAGER)["drift"] == 0
     assert cpu.slower(rows, {("tiny", "dsmp 1%", "1 rows"): "2 int8 row"}) == [
-        "slower than torch.compile: tiny, 1 rows, 1 threads, dsmp 1%: 0.5 times as fast (2 int8 row)"
+        "slower than torch.compile: tiny, 1 rows, 1 threads, dsmp 1%: 0.5 times as fast (2 int8 row)",
+        "slower than torch.compile: tiny, 1 rows, 1 threads, dsmp in fp32: 0.8 times as fast (all fp32, the same code)",
     ]
     rows = [{**r, "x": 1.25} for r in rows]
     assert cpu.overheads(rows) == ["compile time over torch.compile's: tiny, 1 rows, 1 threads: +25%"]
@@ -100,6 +102,7 @@ def test_the_smallest_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert {EAGER, BASELINE, AUTOCAST, DYNAMIC, WIDE, "dsmp 1%"} <= set(rows)
     assert rows[EAGER]["drift"] == 0 and rows[BASELINE]["drift"] < 1e-6 and rows[WIDE]["drift"] < 1e-6
     assert all(r["ms"] > 0 and r["rounds"] == 2 for r in rows.values())
+    assert rows[WIDE]["same code"] and not rows["dsmp 1%"]["same code"] and not rows[EAGER]["same code"]
     assert rows[BASELINE]["x compile"] == 1 and rows[BASELINE]["compile s"] > 0
     if cpu_operators():
         assert 0 < rows["dsmp 1%"]["drift"] < 0.01
