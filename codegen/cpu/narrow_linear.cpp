@@ -1,9 +1,8 @@
 // A linear whose weight alone is narrow: y[M, N] = x[M, K] w[N, K]^T + bias, with w in fp16, in int8 with a scale a row, or
 // in int4 with a scale for every GROUP values of a row.
 //
-// Up to FEW rows the kernels of small_linear.h widen weights as they read them. For more they would widen each weight again
-// and again: it is widened once a call, and the product is torch's.
-#include <ATen/ops/linear.h>
+// The kernels of small_linear.h widen weights as they read them, once for four rows. Widening a whole weight once a call and
+// leaving the product to torch was slower up to 768 rows of all sizes but one (AVX2; int8 by a half and more).
 #include <torch/library.h>
 
 #include <optional>
@@ -18,7 +17,7 @@ namespace {
 using at::Tensor;
 using Bias = std::optional<Tensor>;
 
-constexpr int64_t FEW = 64, GROUP = 128;
+constexpr int64_t GROUP = 128;
 
 enum Form { kFp16, kInt8, kInt4 };
 
@@ -52,8 +51,7 @@ Tensor unpack(const Packed& packed, Form form, int64_t n, int64_t k) {
   return form == kInt8 ? unpack_int8_weight(p[0], p[1], n, k) : unpack_int4_weight(p[0], p[1], p[2], n, k, GROUP);
 }
 
-Tensor product(const Tensor& x, const Packed& packed, const Bias& bias, Form form, int64_t n, int64_t k) {
-  if (x.size(0) > FEW) return at::linear(x, unpack(packed, form, n, k), bias);
+Tensor product(const Tensor& x, const Packed& packed, const Bias& bias, Form form, int64_t n) {
   const Packed& p = checked(packed, form);
   if (form == kFp16) return linear_fp16(x, p[0], bias, n);
   // a16: rows of x in 16-bit fixed point, products and sums exact; their error is far below that of the weights
@@ -64,12 +62,12 @@ Tensor narrow_linear(const Tensor& x, const Tensor& weight, const Bias& bias, st
   const Form form = form_of(format);
   const int64_t kind = -1 - 2 * form - (transposed ? 1 : 0);
   const auto packed = packed_weight(weight, kind, [&] { return pack(transposed ? weight.t() : weight, form); });
-  return product(x, *packed, bias, form, weight.size(transposed ? 1 : 0), weight.size(transposed ? 0 : 1));
+  return product(x, *packed, bias, form, weight.size(transposed ? 1 : 0));
 }
 
 Tensor narrow_linear_packed(const Tensor& x, at::TensorList packed, const Bias& bias, std::string_view format, int64_t n,
-                            int64_t k) {
-  return product(x, packed.vec(), bias, form_of(format), n, k);
+                            int64_t) {
+  return product(x, packed.vec(), bias, form_of(format), n);
 }
 
 Packed narrow_pack(const Tensor& weight, std::string_view format) { return pack(weight, form_of(format)); }

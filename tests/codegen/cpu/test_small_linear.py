@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from small_linears import FORMATS, bound, needs_kernels, pack
 from torch import Tensor
 
-ROWS = (0, 1, 2, 3, 5, 16, 33)
+ROWS = (0, 1, 2, 3, 5, 16, 33, 200)
 
 
 @pytest.fixture(autouse=True)
