@@ -31,14 +31,13 @@ def stores_weights(device: Device, format: str) -> Verdict:
 def narrow_weights_time(device: Device, work: Work, format: str, traced: str = "fp32") -> float:
     """Predicted seconds of a linear whose weights are stored in `format`; `work.moved_bytes` counts them so.
 
-    max(arithmetic in the traced format / gain, bytes / bandwidth, weights to widen / rate) + launch overhead + CALL_S.
-    What was measured of the library's products in the traced format says nothing of these kernels. Raises KeyError for
-    a format that `stores_weights` refuses.
+    max(arithmetic in the traced format, bytes / bandwidth, weights to widen / rate) + launch overhead + CALL_S. What
+    was measured of the library's products in the traced format says nothing of these kernels. Raises KeyError for a
+    format that `stores_weights` refuses.
     """
     assert work.gemm is not None
     shape, clock = work.gemm, (device.vector_clock_mhz or 0.0) * 1e6
     passes = math.ceil(shape.m / ROWS_PER_PASS)
     widening = passes * shape.batch * shape.n * shape.k / (device.profile.weights[format] * clock * device.units)
-    gain = device.profile.weights_gain.get(format, 1.0)
-    arithmetic = work.flops / (gain * device.peak(traced) * device.efficiency.compute_for(traced))
+    arithmetic = work.flops / (device.peak(traced) * device.efficiency.compute_for(traced))
     return max(arithmetic, work.moved_bytes / device.achieved_bandwidth, widening) + device.launch_overhead_s + CALL_S

@@ -220,8 +220,7 @@ class Architecture(BaseModel):
     inputs whose subnormals the matrix units read as zero. `mx_formats` have native 32-element power-of-two
     block scales. `refusals` explains, per format, why it is not offered where the generic sentence would not
     do. `single_unit_bandwidth_bytes_per_s` is what one CPU core can draw of the socket's. `weights` are the formats
-    in which a linear's weights may be stored alone, with the values that a unit widens per clock as it reads them;
-    `weights_gain` says how many times as fast as fp32's arithmetic their products are (1 where it says nothing).
+    in which a linear's weights may be stored alone, with the values that a unit widens per clock as it reads them.
     `toolchain` says which software still (or already) makes code for the instruction set.
     """
 
@@ -250,7 +249,6 @@ class Architecture(BaseModel):
     limits: dict[str, Limit] = Field(default_factory=dict)
     refusals: dict[str, Text] = Field(default_factory=dict)
     weights: dict[str, Rate] = Field(default_factory=dict)
-    weights_gain: dict[str, Rate] = Field(default_factory=dict)
     tier: Tier
     efficiency: Efficiency
     launch_overhead_s: Annotated[float, Field(ge=1e-8, le=1e-3)]
@@ -278,8 +276,6 @@ class Architecture(BaseModel):
             *self.accumulation, *self.limits, *self.refusals, *self.efficiency.compute_by_format, *self.weights,
         ):  # fmt: skip
             check_format(name)
-        if unknown := set(self.weights_gain) - set(self.weights):
-            raise ValueError(f"weights_gain names formats that weights does not: {', '.join(sorted(unknown))}")
         rated = {k.partition("@")[0] for k in (*self.vector, *self.matrix)}
         self._check_fp8_flavour(rated | {c.format for ladder in self._ladders() for c in ladder})
         if refused := rated & set(self.refusals):

@@ -38,16 +38,7 @@ def test_a_token_is_limited_by_memory_and_many_rows_by_arithmetic():
             times[name, rows] = narrow_weights_time(device, work, name)
         times["fp32", rows] = device.time(Work(flops=shape.flops, moved_bytes=4.0 * 4096 * 4096, gemm=shape), "fp32")
     assert times["int4", 1] < times["int8", 1] < times["fp16", 1] < times["fp32", 1]
-    assert all(times[name, 256] >= times["fp32", 256] for name in ("fp16", "int4"))
-    assert times["int8", 256] == pytest.approx(times["fp32", 256] / 1.2, rel=1e-2)
-
-
-def test_only_cores_that_were_timed_gain_with_many_rows():
-    shape = GemmShape(m=256, n=4096, k=4096)
-    work = Work(flops=shape.flops, moved_bytes=4096.0 * 4096, gemm=shape)
-    for name in ("xeon-8180", "epyc-9654"):
-        device = resolve(name)
-        assert narrow_weights_time(device, work, "int8") >= device.time(work, "fp32")
+    assert all(times[name, 256] >= times["fp32", 256] for name in ("fp16", "int8", "int4"))
 
 
 def test_recipes_of_one_operand():
