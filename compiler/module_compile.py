@@ -45,7 +45,7 @@ def compile_modules(
     patterns = [modules] if isinstance(modules, str) else modules
     if not (isinstance(patterns, Sequence) and patterns and all(isinstance(p, str) for p in patterns)):
         raise InvalidOptionError("modules", modules, "a name or glob such as 'layers.*', or a list of them")
-    for name in ("plan", "budget", "hardware", "hardware_file", "rules"):
+    for name in ("budget", "hardware", "hardware_file", "rules"):
         if name in options:
             raise InvalidOptionError(name, options[name], "nothing: all modules follow the plan that is given")
     parse_options(options)

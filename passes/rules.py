@@ -107,7 +107,7 @@ def given_keys(rules: Sequence[Rule], program: Program) -> list[tuple[Rule, list
         if last is not None:
             found[last][1].append(key)
     for rule in rules:
-        if not any(rule.concerns(k) for k in program.keys) and not any(rule.applies(k) for k in program.keys):
+        if not any(rule.concerns(k) for k in program.keys):
             raise nothing_follows(rule, program.keys[0])
     return found
 

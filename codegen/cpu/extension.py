@@ -34,7 +34,7 @@ _SOURCES = Path(__file__).resolve().parent
 _TORCH = Path(torch.__file__).resolve().parent
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
-    *("-std=c++20", "-O3", "-fno-math-errno", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden", "-w"),
+    *("-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden", "-w"),
     # one rounding for a product and a sum; no errno or traps, which nobody reads, so that loops of roundings vectorise
     *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
 )

@@ -57,6 +57,8 @@ def test_rules_choose_among_what_was_measured():
         model, (x,), training=False, hardware="cpu", calibration=[(x,)], budget="1e-9", rules={"up|*": "fp16 wide/none"}
     )
     assert [(d.compute, d.recipe) for d in plan if d.op == "linear"] == [("fp16", "wide/none"), ("fp32", "none")]
+    with pytest.raises(RuleError, match="recipes with wide for linears"):
+        plan.solve(budget=0.5, rules={"norm|*": "int8 wide/row"})
     again = plan.solve(budget=0.5, rules={"*|linear|*": "int8 wide/row"})
     assert [(d.compute, d.recipe) for d in again if d.op == "linear"] == [("int8", "wide/row")] * 2
 
