@@ -324,7 +324,7 @@ def _narrow_linear(
         if not is_held(weight, product.compute):
             return None
         held, form, size, _ = weight.args
-        args: tuple[object, ...] = (left, held, bias, form, size, 0.0, 0)
+        args: tuple[object, ...] = (left, held, bias, form, size, None)
         target = torch.ops.dsmp.held_linear.default
         return low.call(target, args, before=node, like=node) if turns % 2 else None
     args = (left, weight, bias, product.compute, turns % 2 == 0)

@@ -26,6 +26,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from ..codegen.audit import Audit
 from ..codegen.cpu.extension import cpu_operators
+from ..codegen.cpu.shared_steps import read_steps
 from ..codegen.lower_products import Lowering
 from ..codegen.sending import has_collectives, unmatched_globs
 from ..errors import NoEffectError, PlanHardwareError, UnknownHardwareError
@@ -53,7 +54,16 @@ from .pipeline import (
     report_undecided,
 )
 from .plan_registry import being_compiled, compiled_name, defer, remember, remember_audit
-from .tracing import compile_eagerly, explicit_precision, fake_inputs, parameter_indices, trace, weight_nodes
+from .shared_steps import StepsInput, giving_steps
+from .tracing import (
+    compile_eagerly,
+    explicit_precision,
+    fake_inputs,
+    input_node,
+    parameter_indices,
+    trace,
+    weight_nodes,
+)
 
 
 def dsmp(
@@ -81,15 +91,31 @@ def dsmp(
         if checked.save_plan is not None:
             whole.save(checked.save_plan)
     reducer = gradient_reducer(target) if checked.wire else ""
+    steps = StepsInput.of(checked.plan, example_inputs)
     graph_pass = PrecisionPass(
-        checked, running, names, parameter_indices(example_inputs), module_paths(gm, names), target, reducer
+        checked, running, names, parameter_indices(example_inputs), module_paths(gm, names), target, reducer, steps
     )
-    if checked.executor == "eager":
+    if steps is None:
+        return _compile(gm, example_inputs, example_inputs, graph_pass, mode)
+    with steps.added(gm, example_inputs) as inputs:
+        return giving_steps(_compile(gm, [*example_inputs, steps.steps], inputs, graph_pass, mode))
+
+
+def _compile(
+    gm: fx.GraphModule,
+    given: Sequence[Any],
+    example_inputs: Sequence[Any],
+    graph_pass: PrecisionPass,
+    mode: str | None,
+) -> Callable[..., Any]:
+    """Hand a Dynamo graph to the executor, which runs the pass. `given` are its inputs, `example_inputs` those that it
+    is compiled for, which may be fake ones of this compilation."""
+    if graph_pass.options.executor == "eager":
         return compile_eagerly(gm, example_inputs, graph_pass.apply)
     patches: dict[str, Any] = dict(torch._inductor.list_mode_options(mode)) if mode else {}
     # Casts that a user wrote, or that a simulated plan needs, keep their rounding inside fused kernels.
     patches |= {"joint_custom_pre_pass": graph_pass, "emulate_precision_casts": True}
-    graph, inputs = copy.deepcopy(gm.graph), fake_inputs(example_inputs)
+    graph, inputs = copy.deepcopy(gm.graph), fake_inputs(given)
     with explicit_precision():
         compiled = cast("Callable[..., Any]", compile_fx(gm, list(example_inputs), config_patches=patches))
     if not graph_pass.ran:  # Inductor's caches had the graph
@@ -99,10 +125,10 @@ def dsmp(
             with torch.set_grad_enabled(with_gradients):
                 graph_pass.apply(trace(fx.GraphModule(gm, graph), inputs))
 
-        if checked.strict:
+        if graph_pass.options.strict:
             find_out()
         else:
-            defer(target, find_out)
+            defer(graph_pass.owner(), find_out)
     return compiled
 
 
@@ -147,6 +173,7 @@ class PrecisionPass(CustomGraphPass):
         module_paths: Sequence[str] = (),
         target: Any = None,
         reducer: str = "",
+        steps: StepsInput | None = None,
     ) -> None:
         self.options = options
         self.target = None if target is None else weakref.ref(target)
@@ -154,6 +181,7 @@ class PrecisionPass(CustomGraphPass):
         self.reducer = reducer
         self.names = names
         self.parameter_indices = parameter_indices
+        self.steps = steps
         self.module_paths = module_paths
         self.running = running
         plan = options.plan
@@ -202,6 +230,8 @@ class PrecisionPass(CustomGraphPass):
             lowering=self._lowering(),
             wires=self.options.wire,
         )
+        if self.steps is not None:
+            read_steps(gm, input_node(gm, self.steps.index), self.steps.rows)
         self.ran = True
         plan = self.options.plan
         if plan is not None:
@@ -209,12 +239,13 @@ class PrecisionPass(CustomGraphPass):
             report_repeated(plan, keys, strict=self.options.strict)
         if applied.audit is not None:
             self._check_globs(applied.audit)
-            remember_audit(applied.audit, self._target())
+            remember_audit(applied.audit, self.owner())
             if self.options.strict:
                 applied.audit.check()
-                print(f"dsmp: {compiled_name(self._target())} on {self.device.id}: {applied.audit}", file=sys.stderr)
+                print(f"dsmp: {compiled_name(self.owner())} on {self.device.id}: {applied.audit}", file=sys.stderr)
 
-    def _target(self) -> Any:
+    def owner(self) -> Any:
+        """What the user compiled, None where that is not known any more."""
         return None if self.target is None else self.target()
 
     def _check_wire(self, gm: fx.GraphModule) -> None:
@@ -258,7 +289,7 @@ class PrecisionPass(CustomGraphPass):
         for rule in rules_without_a_node(self.options.rules, made):
             log.warning("rule %r -> %s matches no node of this graph that can follow it", rule.match, rule.asked)
         if plan is None:
-            target = self._target()
+            target = self.owner()
             remember(assemble_plan(compiled_name(target), self.device, [selection], rules), target)
             return made
         # A replayed plan with extra rules: the rules win, everything else is as planned.
@@ -287,6 +318,7 @@ class PrecisionPass(CustomGraphPass):
                 self.operators,
                 list(self.module_paths),
                 sorted(self.parameter_indices),
+                None if self.steps is None else self.steps.index,
             ]
         )
         return hashlib.sha256(text.encode()).hexdigest()

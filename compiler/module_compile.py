@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from os import PathLike
 from types import CodeType, FunctionType, MethodType
@@ -17,6 +18,7 @@ from ..passes.module_plan import module_plan
 from ..passes.plan import PrecisionPlan, load_plan
 from .identity import module_names
 from .options import parse_options
+from .shared_steps import alike_but_steps, with_steps
 
 
 def compile_modules(
@@ -27,7 +29,8 @@ def compile_modules(
     dynamic: bool | None = None,
     **options: Any,
 ) -> list[list[str]]:
-    """Compile modules of a model in place, alone, each by its part of `plan`; equal ones once.
+    """Compile modules of a model in place, alone, each by its part of `plan`; equal ones once, whatever their static
+    steps are.
 
     modules: names or globs over names, such as `"layers.*"`; of modules that lie in one another the outer one is
     compiled, and containers that are never called are passed over. `dynamic` is torch.compile's, `options` are those
@@ -49,16 +52,19 @@ def compile_modules(
         if name in options:
             raise InvalidOptionError(name, options[name], "nothing: all modules follow the plan that is given")
     parse_options(options)
-    found = _named(model, plan, patterns)
-    kinds: dict[int, tuple[Any, list[str]]] = {}
-    for name, module in found.items():
+    kinds: defaultdict[Hashable, list[tuple[str, nn.Module, PrecisionPlan]]] = defaultdict(list)
+    for name, module in _named(model, plan, patterns).items():
         part = module_plan(plan, name)
-        run, names = kinds.setdefault(id(part), (_own_copy(), []))
-        names.append(name)
-        module._compiled_call_impl = torch.compile(
-            MethodType(run, module), backend="dsmp", dynamic=dynamic, options={**options, "plan": part}
-        )
-    return [names for _, names in kinds.values()]
+        kinds[alike_but_steps(part)].append((name, module, part))
+    for members in kinds.values():
+        run, shared = _own_copy(), members[0][2]
+        all_alike = all(part is shared for _, _, part in members)
+        for _, module, part in members:
+            compiled = torch.compile(
+                MethodType(run, module), backend="dsmp", dynamic=dynamic, options={**options, "plan": shared}
+            )
+            module._compiled_call_impl = compiled if all_alike else with_steps(compiled, shared, part)
+    return [[name for name, _, _ in members] for members in kinds.values()]
 
 
 def _run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 
 from ..codegen.cpu.extension import cpu_operators
-from ..codegen.cpu.held_modules import NO_STEPS, HeldConv2d, HeldLinear
+from ..codegen.cpu.held_modules import HeldConv2d, HeldLinear
 from ..codegen.cpu.held_weights import STATIC
 from ..errors import PlanMismatchError, ReleaseError
 from ..hardware_db.formats import is_static, keeps_wide
@@ -181,8 +181,9 @@ def _own(module: nn.Module) -> set[str]:
 
 def _held(layer: _Layer) -> HeldLinear | HeldConv2d:
     decision, module = layer.decisions[0], layer.module
-    steps = steps_of(*decision.static_range) if decision.static_range is not None else NO_STEPS
+    steps = steps_of(*decision.static_range) if decision.static_range is not None else None
     if isinstance(module, nn.Conv2d):
+        assert steps is not None  # convolutions have no other narrow weights
         return HeldConv2d(module, steps)
     assert isinstance(module, nn.Linear)
     return HeldLinear(module, STATIC if is_static(decision.recipe) else decision.compute, steps)

@@ -133,14 +133,27 @@ def parameter_nodes(graph: fx.GraphModule, indices: frozenset[int]) -> frozenset
     """
     found = set()
     for position, node in enumerate(placeholders(graph)):
-        descriptor = node.meta.get("desc")
-        while isinstance(descriptor, SubclassGetAttrAOTInput):
-            descriptor = descriptor.base
+        descriptor = _described(node)
         if isinstance(descriptor, (SubclassSizeAOTInput, SubclassStrideAOTInput)):
             continue  # a size of a DTensor
         if type(descriptor).__name__ == "ParamAOTInput" or getattr(descriptor, "idx", position) in indices:
             found.add(node)
     return frozenset(found)
+
+
+def input_node(graph: fx.GraphModule, index: int) -> fx.Node:
+    """The placeholder of a joint or inference graph that holds the Dynamo graph's input of an index, no subclass."""
+    return next(
+        node for position, node in enumerate(placeholders(graph)) if getattr(_described(node), "idx", position) == index
+    )
+
+
+def _described(placeholder: fx.Node) -> Any:
+    """What AOTAutograd says that a placeholder is, or is a local part of; None where it says nothing."""
+    descriptor = placeholder.meta.get("desc")
+    while isinstance(descriptor, SubclassGetAttrAOTInput):
+        descriptor = descriptor.base
+    return descriptor
 
 
 def boxed(graph: fx.GraphModule) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ inference and training", 2018).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -49,14 +50,34 @@ def _scale(low: float, high: float) -> float:
 def fake_quantize_static(x: Tensor, low: float, high: float) -> Tensor:
     """Every value of a float tensor rounded to the nearest of the steps that reach from `low` to `high`, values beyond
     to the last; dtype and strides kept, NaN stays."""
-    steps = steps_of(low, high)
-    rounded = (x / steps.scale + steps.zero).round_().clamp_(0, TOP)
-    return torch.empty_like(x).copy_(rounded.sub_(steps.zero).mul_(steps.scale))
+    return _rounded(x, steps_of(low, high))
 
 
 @fake_quantize_static.register_fake
 def _(x: Tensor, low: float, high: float) -> Tensor:
     return torch.empty_like(x)
+
+
+@torch.library.custom_op("dsmp::fake_quantize_shared", mutates_args=())
+def fake_quantize_shared(x: Tensor, steps: Tensor, at: int) -> Tensor:
+    """As `fake_quantize_static`, in the steps of row `at` of float64 [rows, 2] on a CPU (`steps_tensor`)."""
+    scale, zero = steps[at].tolist()
+    return _rounded(x, Steps(scale, int(zero)))
+
+
+@fake_quantize_shared.register_fake
+def _(x: Tensor, steps: Tensor, at: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _rounded(x: Tensor, steps: Steps) -> Tensor:
+    rounded = (x / steps.scale + steps.zero).round_().clamp_(0, TOP)
+    return torch.empty_like(x).copy_(rounded.sub_(steps.zero).mul_(steps.scale))
+
+
+def steps_tensor(steps: Iterable[Steps]) -> Tensor:
+    """float64 [rows, 2]: a scale and a zero in each row."""
+    return torch.tensor([list(row) for row in steps], dtype=torch.float64)
 
 
 def rounded_over_own_range(x: Tensor) -> Tensor:

@@ -9,11 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ReleasedTrainingError, ReleaseError
-from ...passes.static_steps import Steps
+from ...passes.static_steps import Steps, steps_tensor
 from .held_weights import FORMATS, STATIC, pack_weight
-
-NO_STEPS = Steps(0.0, 0)
-"""The steps of layers whose activations stay wide."""
 
 
 class _HeldWeight(nn.Module):
@@ -23,10 +20,11 @@ class _HeldWeight(nn.Module):
     ReleasedTrainingError when called in training mode, ReleaseError when moved off the CPU or to another dtype.
     """
 
-    def __init__(self, layer: nn.Linear | nn.Conv2d, format: str, groups: int, steps: Steps) -> None:
+    def __init__(self, layer: nn.Linear | nn.Conv2d, format: str, groups: int, steps: Steps | None) -> None:
         super().__init__()
         self.size, self.format, self.groups = list(layer.weight.shape), format, groups
-        self.scale, self.zero = steps
+        # a tensor, for numbers would be constants of what is compiled; no buffer, which `float()` would round
+        self.steps = None if steps is None else steps_tensor([steps])
         for name, made in zip(FORMATS[format], pack_weight(layer.weight, format, groups), strict=True):
             self.register_buffer(name, made)
         self.bias = None if layer.bias is None else nn.Parameter(layer.bias.detach(), requires_grad=False)
@@ -73,14 +71,14 @@ class _HeldWeight(nn.Module):
 class HeldLinear(_HeldWeight):
     """As `nn.Linear` for fp32 [..., K], by a held weight; its activations are rounded to `steps` if that is STATIC."""
 
-    def __init__(self, layer: nn.Linear, format: str, steps: Steps = NO_STEPS) -> None:
+    def __init__(self, layer: nn.Linear, format: str, steps: Steps | None = None) -> None:
         super().__init__(layer, format, 1, steps)
         self.out_features, self.in_features = self.size
 
     def forward(self, x: Tensor) -> Tensor:
         self._check()
         rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
-        args = (self.packed, self.bias, self.format, self.size, self.scale, self.zero)
+        args = (self.packed, self.bias, self.format, self.size, self.steps)
         y: Tensor = torch.ops.dsmp.held_linear(rows, *args)
         return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
 
@@ -95,6 +93,6 @@ class HeldConv2d(_HeldWeight):
 
     def forward(self, x: Tensor) -> Tensor:
         self._check()
-        how = (self.stride, self.padding, self.dilation, self.groups, self.scale, self.zero)
+        how = (self.stride, self.padding, self.dilation, self.groups, self.steps)
         y: Tensor = torch.ops.dsmp.held_convolution(x, self.packed, self.bias, self.size, *how)
         return y

@@ -1,13 +1,14 @@
 """Products by weights that are held packed, where no fp32 weight is left: opaque operators for CPUs.
 
     dsmp::held_weight(packed, format, size, groups)                                fp32 weight of shape `size`
-    dsmp::held_linear(x, packed, bias, format, size, scale, zero)                  x fp32[M, K] -> fp32[M, N]
-    dsmp::held_convolution(x, packed, bias, size, stride, padding, dilation, groups, scale, zero)
+    dsmp::held_linear(x, packed, bias, format, size, steps)                        x fp32[M, K] -> fp32[M, N]
+    dsmp::held_convolution(x, packed, bias, size, stride, padding, dilation, groups, steps)
                                                                                    x fp32[N, C, H, W], as aten's
 
 `packed` is what `pack_weight` makes, `format` one of FORMATS: fp16, int8 and int4 widen weights (narrow_linear.py), and
-"static" multiplies int8 by activations in steps of `scale` about `zero` (int8_ops.py). Compilers do not look into
-them; dsmp's backend takes them apart (held_graph.py), so that a plan's keys and fusions apply. They have no gradients.
+"static" multiplies int8 by activations in the steps of fp64 [1, 2], a scale and a zero (int8_ops.py). Compilers do not
+look into them; dsmp's backend takes them apart (held_graph.py), so that a plan's keys and fusions apply. They have no
+gradients.
 """
 
 from __future__ import annotations
@@ -63,12 +64,13 @@ def _weight(packed: Sequence[Tensor], format: str, size: Sequence[int], groups: 
     return wide
 
 
-def _linear(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, format: str, size: Sequence[int], scale: float,
-            zero: int) -> Tensor:  # fmt: skip
+def _linear(
+    x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, format: str, size: Sequence[int], steps: Tensor | None
+) -> Tensor:
     _need_operators()
     kernels = torch.ops.dsmp_cpu
     product: Tensor = (
-        kernels.int8_linear_packed(x, *packed, size, bias, scale, zero, "none")
+        kernels.int8_linear_packed.shared(x, *packed, size, bias, steps, 0, "none")
         if format == STATIC
         else kernels.narrow_linear_packed(x, packed, bias, format, *size)
     )
@@ -76,12 +78,10 @@ def _linear(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, format: st
 
 
 def _convolution(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, size: Sequence[int], stride: Sequence[int],
-                 padding: Sequence[int], dilation: Sequence[int], groups: int, scale: float, zero: int
-                 ) -> Tensor:  # fmt: skip
+                 padding: Sequence[int], dilation: Sequence[int], groups: int, steps: Tensor) -> Tensor:  # fmt: skip
     _need_operators()
-    args = (size, bias, None, None, None, None, 0.0, None, stride, padding, dilation, groups, scale, zero, 0.0, 0,
-            "none", 0.0, 0)  # fmt: skip
-    y: Tensor = torch.ops.dsmp_cpu.int8_convolution_packed(x, *packed, *args)
+    args = (size, bias, None, None, None, None, 0.0, None, stride, padding, dilation, groups, steps, 0, -1, "none", -1)
+    y: Tensor = torch.ops.dsmp_cpu.int8_convolution_packed.shared(x, *packed, *args)
     return y.contiguous(memory_format=_order(x))
 
 
@@ -108,13 +108,13 @@ def _no_gradient(*_: Any) -> Any:
 _OPERATORS = (
     ("held_weight(Tensor[] packed, str format, int[] size, int groups) -> Tensor", _weight, _fake_weight),
     (
-        "held_linear(Tensor x, Tensor[] packed, Tensor? bias, str format, int[] size, float scale, int zero) -> Tensor",
+        "held_linear(Tensor x, Tensor[] packed, Tensor? bias, str format, int[] size, Tensor? steps) -> Tensor",
         _linear,
         lambda x, packed, bias, format, size, *_: x.new_empty(x.shape[0], size[0]),
     ),
     (
         "held_convolution(Tensor x, Tensor[] packed, Tensor? bias, int[] size, int[] stride, int[] padding, "
-        "int[] dilation, int groups, float scale, int zero) -> Tensor",
+        "int[] dilation, int groups, Tensor steps) -> Tensor",
         _convolution,
         _fake_convolution,
     ),

@@ -90,6 +90,23 @@ Tensor int8_unpack(const Tensor& payload, const Tensor& scales, const Tensor& su
   return unpacked(held(payload, scales, sums, size, groups), size, groups);
 }
 
+// What bytes stand for: scale * (byte - zero). A scale of 0: the values are no bytes.
+struct Steps {
+  double scale;
+  int64_t zero;
+};
+
+// Row `at` of fp64 [rows, 2]: calls that share one compiled graph differ in these rows. No steps below row 0.
+Steps steps_at(const Tensor& steps, int64_t at) {
+  if (at < 0) return {0.0, 0};
+  TORCH_CHECK(steps.dim() == 2 && steps.size(1) == 2 && steps.scalar_type() == at::kDouble && steps.is_contiguous() &&
+                  steps.is_cpu() && at < steps.size(0),
+              "row ", at, " of steps is read from contiguous fp64 [rows, 2] on a CPU, not from ", steps.scalar_type(),
+              steps.sizes());
+  const double* row = steps.const_data_ptr<double>() + 2 * at;
+  return {row[0], static_cast<int64_t>(row[1])};
+}
+
 int64_t activation_of(c10::string_view name) {
   static constexpr c10::string_view names[] = {"none", "relu", "hardswish", "relu6"};  // by number
   for (int64_t i = 0; i < 4; ++i)
@@ -120,6 +137,11 @@ Tensor int8_quantise(const Tensor& x, const OptionalTensor& gate, double scale, 
     }
   });
   return out;
+}
+
+Tensor int8_quantise_shared(const Tensor& x, const OptionalTensor& gate, const Tensor& steps, int64_t at) {
+  const Steps in = steps_at(steps, at);
+  return int8_quantise(x, gate, in.scale, in.zero);
 }
 
 // By a weight of shape `size`, which was packed.
@@ -214,6 +236,30 @@ Tensor int8_convolution_packed(const Tensor& x, const Tensor& payload, const Ten
                   activation, out_scale, out_zero);
 }
 
+Tensor int8_convolution_shared(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                               const OptionalTensor& mean, const OptionalTensor& variance, const OptionalTensor& gain,
+                               const OptionalTensor& shift, double epsilon, const OptionalTensor& residual,
+                               IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, int64_t groups,
+                               const Tensor& steps, int64_t x_at, int64_t residual_at, c10::string_view activation,
+                               int64_t out_at) {
+  const Steps in = steps_at(steps, x_at), other = steps_at(steps, residual_at), out = steps_at(steps, out_at);
+  return int8_convolution(x, weight, bias, mean, variance, gain, shift, epsilon, residual, stride, padding, dilation,
+                          groups, in.scale, in.zero, other.scale, other.zero, activation, out.scale, out.zero);
+}
+
+Tensor int8_convolution_packed_shared(const Tensor& x, const Tensor& payload, const Tensor& scales, const Tensor& sums,
+                                      IntArrayRef size, const OptionalTensor& bias, const OptionalTensor& mean,
+                                      const OptionalTensor& variance, const OptionalTensor& gain,
+                                      const OptionalTensor& shift, double epsilon, const OptionalTensor& residual,
+                                      IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, int64_t groups,
+                                      const Tensor& steps, int64_t x_at, int64_t residual_at,
+                                      c10::string_view activation, int64_t out_at) {
+  const Steps in = steps_at(steps, x_at), other = steps_at(steps, residual_at), out = steps_at(steps, out_at);
+  return int8_convolution_packed(x, payload, scales, sums, size, bias, mean, variance, gain, shift, epsilon, residual,
+                                 stride, padding, dilation, groups, in.scale, in.zero, other.scale, other.zero,
+                                 activation, out.scale, out.zero);
+}
+
 // A product is a convolution of images of one point.
 Tensor multiply(const Tensor& x, const PackedWeight& packed, int64_t n, int64_t k, const OptionalTensor& bias,
                 double x_scale, int64_t x_zero, c10::string_view activation) {
@@ -239,6 +285,19 @@ Tensor int8_linear_packed(const Tensor& x, const Tensor& payload, const Tensor& 
                           c10::string_view activation) {
   TORCH_CHECK(size.size() == 2, "int8_linear_packed: a weight has 2 axes, not the shape ", size);
   return multiply(x, held(payload, scales, sums, size, 1), size[0], size[1], bias, x_scale, x_zero, activation);
+}
+
+Tensor int8_linear_shared(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& steps,
+                          int64_t x_at, c10::string_view activation) {
+  const Steps in = steps_at(steps, x_at);
+  return int8_linear(x, weight, bias, in.scale, in.zero, activation);
+}
+
+Tensor int8_linear_packed_shared(const Tensor& x, const Tensor& payload, const Tensor& scales, const Tensor& sums,
+                                 IntArrayRef size, const OptionalTensor& bias, const Tensor& steps, int64_t x_at,
+                                 c10::string_view activation) {
+  const Steps in = steps_at(steps, x_at);
+  return int8_linear_packed(x, payload, scales, sums, size, bias, in.scale, in.zero, activation);
 }
 
 Tensor int8_max_pool(const Tensor& given, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
@@ -280,6 +339,22 @@ TORCH_LIBRARY_FRAGMENT(dsmp_cpu, m) {
   m.def(
       "int8_linear_packed(Tensor x, Tensor payload, Tensor scales, Tensor sums, int[] size, Tensor? bias, "
       "float x_scale, int x_zero, str activation) -> Tensor");
+  // The same with steps in rows of a tensor: graphs that differ in steps alone are compiled once.
+  m.def("int8_quantise.shared(Tensor x, Tensor? gate, Tensor steps, int at) -> Tensor");
+  m.def(
+      "int8_convolution.shared(Tensor x, Tensor weight, Tensor? bias, Tensor? mean, Tensor? variance, Tensor? gain, "
+      "Tensor? shift, float epsilon, Tensor? residual, int[] stride, int[] padding, int[] dilation, int groups, "
+      "Tensor steps, int x_at, int residual_at, str activation, int out_at) -> Tensor");
+  m.def(
+      "int8_convolution_packed.shared(Tensor x, Tensor payload, Tensor scales, Tensor sums, int[] size, Tensor? bias, "
+      "Tensor? mean, Tensor? variance, Tensor? gain, Tensor? shift, float epsilon, Tensor? residual, int[] stride, "
+      "int[] padding, int[] dilation, int groups, Tensor steps, int x_at, int residual_at, str activation, "
+      "int out_at) -> Tensor");
+  m.def(
+      "int8_linear.shared(Tensor x, Tensor weight, Tensor? bias, Tensor steps, int x_at, str activation) -> Tensor");
+  m.def(
+      "int8_linear_packed.shared(Tensor x, Tensor payload, Tensor scales, Tensor sums, int[] size, Tensor? bias, "
+      "Tensor steps, int x_at, str activation) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(dsmp_cpu, CPU, m) {
@@ -292,4 +367,9 @@ TORCH_LIBRARY_IMPL(dsmp_cpu, CPU, m) {
   m.impl("int8_unpack", int8_unpack);
   m.impl("int8_convolution_packed", int8_convolution_packed);
   m.impl("int8_linear_packed", int8_linear_packed);
+  m.impl("int8_quantise.shared", int8_quantise_shared);
+  m.impl("int8_convolution.shared", int8_convolution_shared);
+  m.impl("int8_convolution_packed.shared", int8_convolution_packed_shared);
+  m.impl("int8_linear.shared", int8_linear_shared);
+  m.impl("int8_linear_packed.shared", int8_linear_packed_shared);
 }

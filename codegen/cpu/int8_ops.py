@@ -24,6 +24,9 @@ clamp(rint(y / out_scale) + out_zero, 0, TOP); it lies in channels_last order.
     int8_max_pool(x, kernel, stride, padding, dilation)        the bytes of the max-pool: rounding keeps the order
     int8_weight(weight, groups)                                what the weight is multiplied as, in its shape
 
+The overloads `shared` take `steps`, fp64 [rows, 2] of a scale and a zero, and a row in the place of each such pair of
+numbers (x_at, residual_at, out_at; -1 for none): graphs that differ in steps alone are compiled once (shared_steps.py).
+
 Whoever holds a weight packed, and no fp32 weight, has int8_pack(weight, groups) -> payload, scales, sums; int8_unpack;
 and int8_convolution_packed and int8_linear_packed, which read `payload, scales, sums, size` in the place of `weight`.
 """
@@ -49,19 +52,38 @@ def window(x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Seq
     return [(x.shape[2 + i] + 2 * padding[i] - reach[i]) // stride[i] + 1 for i in range(len(kernel))]
 
 
-def _convolved(x: Tensor, size: Sequence[int], *rest: Any) -> Tensor:
+def _convolved(x: Tensor, size: Sequence[int], in_bytes: bool, *rest: Any) -> Tensor:
     stride, padding, dilation = rest[7:10]
-    dtype = torch.uint8 if rest[-2] else torch.float32
+    dtype = torch.uint8 if in_bytes else torch.float32
     return _image(x, size[0], window(x, size[2:], stride, padding, dilation), dtype)
 
 
+def _multiplied(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _multiplied_packed(
+    x: Tensor, payload: Tensor, scales: Tensor, sums: Tensor, size: Sequence[int], *_: Any
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], size[0]))
+
+
+def _quantised(x: Tensor, *_: Any) -> Tensor:
+    return _image(x, x.shape[1], x.shape[2:], torch.uint8)
+
+
 FAKES: dict[str, Callable[..., Tensor]] = {
-    "int8_convolution": lambda x, weight, *rest: _convolved(x, weight.shape, *rest),
-    "int8_convolution_packed": lambda x, payload, scales, sums, size, *rest: _convolved(x, size, *rest),
-    "int8_linear_packed": lambda x, payload, scales, sums, size, *_: x.new_empty((*x.shape[:-1], size[0])),
+    "int8_convolution": lambda x, weight, *rest: _convolved(x, weight.shape, rest[-2] != 0, *rest),
+    "int8_convolution.shared": lambda x, weight, *rest: _convolved(x, weight.shape, rest[-1] >= 0, *rest),
+    "int8_convolution_packed": lambda x, w, scales, sums, size, *rest: _convolved(x, size, rest[-2] != 0, *rest),
+    "int8_convolution_packed.shared": lambda x, w, scales, sums, size, *rest: _convolved(x, size, rest[-1] >= 0, *rest),
+    "int8_linear_packed": _multiplied_packed,
+    "int8_linear_packed.shared": _multiplied_packed,
     "int8_unpack": lambda payload, scales, sums, size, groups: scales.new_empty(size),
-    "int8_linear": lambda x, weight, *_: x.new_empty((*x.shape[:-1], weight.shape[0])),
-    "int8_quantise": lambda x, *_: _image(x, x.shape[1], x.shape[2:], torch.uint8),
+    "int8_linear": _multiplied,
+    "int8_linear.shared": _multiplied,
+    "int8_quantise": _quantised,
+    "int8_quantise.shared": _quantised,
     "int8_max_pool": lambda x, *how: _image(x, x.shape[1], window(x, *how), torch.uint8),
     "int8_weight": lambda weight, _: weight.new_empty(weight.shape),
 }
