@@ -30,7 +30,7 @@ from ..passes.plan import Decision
 from ..passes.static_steps import Steps, steps_of
 from ..passes.workload import gemm_shape, tensor_of
 from .audit import Entry, Ran
-from .cpu.held_weights import is_held
+from .cpu.held_weights import DYNAMIC, is_held
 from .cpu.int8_graph import lower_int8, why_not
 from .fuse_quantise import fuse_gates
 from .half_ops import HALF_OPS
@@ -39,6 +39,7 @@ from .registry import PRODUCTS, SIMULATION, Choice, Product, choose, forced_name
 from .tf32_ops import TF32_OPS
 
 _ROUNDINGS = ("dsmp.fake_quantize", "dsmp.fake_quantize_static")
+_DYNAMIC = "dsmp.fake_quantize_dynamic"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -308,31 +309,58 @@ def _library_op(
     return fresh
 
 
+def _parameter(low: _Lowerer, operand: fx.Node) -> tuple[fx.Node, bool] | None:
+    """The parameter that an operand is, rounded or not, and whether it is turned; None if it is computed of one.
+
+    Operators of packed weights read the parameter itself: only so can they see that it has changed.
+    """
+    turns = 0
+    while operand not in low.parameters:
+        turned = node_op(operand) == "aten.permute" and bool(operand.args[1] == [1, 0])
+        if not turned and node_op(operand) != "dsmp.fake_quantize":
+            return None
+        turns += int(turned)
+        (operand,) = operand.all_input_nodes
+    return operand, turns % 2 == 1
+
+
+def _packed_linear(low: _Lowerer, node: fx.Node, x: fx.Node, form: str, bias: fx.Node | None, target: OpOverload,
+                   *how: object) -> fx.Node | None:  # fmt: skip
+    """A linear by a weight that `target` packs, or that is held packed in a form; None where it is neither."""
+    found = _parameter(low, _operands(node)[1])
+    if found is None:
+        return None
+    weight, turned = found
+    if node_op(weight) != "dsmp.held_weight":
+        return low.call(target, (x, weight, bias, *how, not turned), before=node, like=node)
+    if not is_held(weight, form) or not turned:
+        return None
+    held, _, size, _ = weight.args
+    target = torch.ops.dsmp.held_linear.default
+    return low.call(target, (x, held, bias, form, size, None), before=node, like=node)
+
+
 def _narrow_linear(
     low: _Lowerer, node: fx.Node, product: Product, bias: fx.Node | None, dtype: torch.dtype
 ) -> fx.Node | None:
-    """The operator reads the parameter itself: only so can it see that the parameter has changed."""
-    left, right = _operands(node)
-    weight, turned, turns = right, False, 0
-    while weight not in low.parameters:
-        turned = node_op(weight) == "aten.permute" and bool(weight.args[1] == [1, 0])
-        if not turned and node_op(weight) != "dsmp.fake_quantize":
-            return None
-        turns += int(turned)
-        (weight,) = weight.all_input_nodes
-    if node_op(weight) == "dsmp.held_weight":
-        if not is_held(weight, product.compute):
-            return None
-        held, form, size, _ = weight.args
-        args: tuple[object, ...] = (left, held, bias, form, size, None)
-        target = torch.ops.dsmp.held_linear.default
-        return low.call(target, args, before=node, like=node) if turns % 2 else None
-    args = (left, weight, bias, product.compute, turns % 2 == 0)
-    return low.call(torch.ops.dsmp_cpu.narrow_linear.default, args, before=node, like=node)
+    left, target = _operands(node)[0], torch.ops.dsmp_cpu.narrow_linear.default
+    return _packed_linear(low, node, left, product.compute, bias, target, product.compute)
+
+
+def _dynamic_linear(
+    low: _Lowerer, node: fx.Node, product: Product, bias: fx.Node | None, dtype: torch.dtype
+) -> fx.Node | None:
+    rounded = _operands(node)[0]
+    if node_op(rounded) != _DYNAMIC:
+        return None
+    x = rounded.args[0]
+    assert isinstance(x, fx.Node)
+    return _packed_linear(low, node, x, DYNAMIC, bias, torch.ops.dsmp_cpu.int8_dynamic_linear.default)
 
 
 _BUILDERS: Mapping[str, _Builder] = {
     "cpu_narrow_linear": _narrow_linear,
+    "cpu_int8_dynamic": _dynamic_linear,
     "torch_half_mm": _library_mm(torch.ops.dsmp.library_half_mm.default),
     "torch_half_op": _half_op,
     "torch_tf32": _tf32,

@@ -29,7 +29,7 @@ from .registry import Product
 CASTS = ("prims.convert_element_type", "dsmp.cast")
 """Operators that change the dtype of values and nothing else."""
 _ROUND = "dsmp.fake_quantize"
-_STATIC = "dsmp.fake_quantize_static"
+_BYTES = ("dsmp.fake_quantize_static", "dsmp.fake_quantize_dynamic")
 _WIDEN = "prims.convert_element_type"
 
 
@@ -209,7 +209,7 @@ class NarrowOperands:
     def erase_unread(self) -> None:
         """Drop roundings, widenings and views that only replaced products read."""
         for node in reversed(list(self.graph.nodes)):
-            gone = node_op(node) in (_ROUND, _STATIC, *CASTS) or node_op(node) in VIEW_OPS
+            gone = node_op(node) in (_ROUND, *_BYTES, *CASTS) or node_op(node) in VIEW_OPS
             if node.op == "call_function" and not node.users and gone and key_of(node) is None:
                 self.graph.erase_node(node)
 

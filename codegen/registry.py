@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 
 from ..errors import InvalidOptionError, KernelUnavailableError, did_you_mean
 from ..hardware_db.capability import Device, Verdict
-from ..hardware_db.formats import get_format, is_static, keeps_wide, split_recipe
+from ..hardware_db.formats import get_format, is_dynamic, is_static, keeps_wide, split_recipe
 from ..hardware_db.work import GemmShape, Work
 from .cpu.extension import cpu_operators
 from .cpu.narrow_linear import narrow_linear_available
@@ -238,6 +238,14 @@ def _cpu_int8(product: Product, device: Device) -> Verdict:
     return cpu_operators()
 
 
+def _cpu_int8_dynamic(product: Product, device: Device) -> Verdict:
+    if device.kind != "cpu" or product.aten not in ("aten.mm", "aten.addmm"):
+        return _no("it is for linears on CPUs")
+    if product.compute != "int8" or product.recipes != {"dynamic", "row"}:
+        return _no(f"it multiplies int8 in steps of each row (dynamic/row), not {product.compute} by {product.recipe}")
+    return cpu_operators()
+
+
 def _simulation(product: Product, device: Device) -> Verdict:
     return Verdict(True, "operands are rounded as planned and multiplied in fp32")
 
@@ -245,8 +253,9 @@ def _simulation(product: Product, device: Device) -> Verdict:
 # torch: the operator itself (cuBLAS, cuDNN, hipBLASLt, MIOpen, fused attention). torch_scaled_mm: torch._scaled_mm
 # (cuBLASLt, CUTLASS, hipBLASLt). torch_half_mm: mm of scaled fp16 operands. torch_half_op: a convolution or fused
 # attention of scaled fp16 operands. torch_tf32: one that may use tf32, for one node alone. cpu_narrow_linear: linears
-# with narrow weights alone. cpu_int8: linears and convolutions of int8 whose activations have static steps. triton_*:
-# the families in kernels/. simulation: operands rounded exactly, then torch's operator in fp32.
+# with narrow weights alone. cpu_int8: linears and convolutions of int8 whose activations have static steps;
+# cpu_int8_dynamic: linears whose activations have steps for each row. triton_*: the families in kernels/. simulation:
+# operands rounded exactly, then torch's operator in fp32.
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Implementation(name="torch", kind="library", available=_torch_operator, share=1.0),
     Implementation(name="torch_scaled_mm", kind="library", available=_torch_scaled_mm, share=1.0),
@@ -255,6 +264,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Implementation(name="torch_tf32", kind="library", available=_torch_tf32, share=1.0),
     Implementation(name="cpu_narrow_linear", kind="library", available=_cpu_narrow_linear, share=1.0),
     Implementation(name="cpu_int8", kind="library", available=_cpu_int8, share=1.0),
+    Implementation(name="cpu_int8_dynamic", kind="library", available=_cpu_int8_dynamic, share=1.0),
     Implementation(name="triton_gemm", kind="triton", available=_triton_gemm, share=0.9),
     Implementation(name="triton_block_gemm", kind="triton", available=_triton_block_gemm, share=0.8),
     Implementation(name="triton_mx_gemm", kind="triton", available=_triton_mx_gemm, share=0.8),
@@ -337,6 +347,8 @@ def _is_about(name: str, product: Product) -> bool:
     """Whether an implementation's refusal tells a reader something: it is the one made for such a product."""
     if is_static(product.recipe):
         return name == "cpu_int8"
+    if is_dynamic(product.recipe):
+        return name == "cpu_int8_dynamic"
     if product.op_class in ("conv", "sdpa"):
         if product.compute == "fp16" and product.recipes == {"tensor"}:
             return name == "torch_half_op"

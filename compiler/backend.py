@@ -32,7 +32,7 @@ from ..codegen.sending import has_collectives, unmatched_globs
 from ..errors import NoEffectError, PlanHardwareError, UnknownHardwareError
 from ..hardware_db.capability import Device
 from ..hardware_db.detect import detect, resolve_hardware
-from ..hardware_db.formats import is_static, keeps_wide
+from ..hardware_db.formats import packs_weight
 from ..passes.graph import calls
 from ..passes.keys import ModuleNames, key_of
 from ..passes.plan import Decision, PrecisionPlan
@@ -134,7 +134,7 @@ def _compile(
 
 def _needs_operators(plan: PrecisionPlan | None) -> bool:
     """Whether a plan has products that dsmp's C++ operators for CPUs compute."""
-    return plan is not None and any(keeps_wide(d.recipe) or is_static(d.recipe) for d in plan)
+    return plan is not None and any(packs_weight(d.recipe) for d in plan)
 
 
 def running_device(example_inputs: Sequence[Any], hardware_files: Sequence[Path] = ()) -> Device:

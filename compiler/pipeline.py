@@ -13,7 +13,7 @@ from torch import fx
 
 from ..errors import PlanHardwareError, PlanMismatchError
 from ..hardware_db.capability import Device
-from ..hardware_db.formats import get_format, is_static, keeps_wide, split_recipe
+from ..hardware_db.formats import get_format, is_dynamic, is_static, keeps_wide, packs_weight, split_recipe
 from ..hardware_db.narrow_weights import stores_weights
 from ..hardware_db.schema import OpClass, recipe_accumulator
 from ..passes.cost import format_of
@@ -105,7 +105,7 @@ def _not_executed(decision: Decision, is_gemm: bool) -> str:
         return f"only GEMMs compute in another format than traced ({decision.traced}); set output to store it narrower"
     if keeps_wide(decision.recipe) and decision.op != "linear":
         return f"only linears keep an operand wide; set recipe to 'row/row' or 'tensor/row' for {decision.op}"
-    if decision.traced != "fp32" and (keeps_wide(decision.recipe) or is_static(decision.recipe)):
+    if decision.traced != "fp32" and packs_weight(decision.recipe):
         return f"{decision.recipe} is for products in fp32, and this was written in {decision.traced}"
     natural = recipe_accumulator(decision.compute, decision.recipe)
     if decision.accumulate != natural:
@@ -114,6 +114,10 @@ def _not_executed(decision: Decision, is_gemm: bool) -> str:
         fits = decision.compute == "int8" and {r.name for r in split_recipe(decision.recipe)} == {"static", "row"}
         if decision.static_range is None or not fits:
             return "static steps are for int8 by static/row, with a static_range, [smallest, largest] of calibration"
+    if is_dynamic(decision.recipe):
+        fits = decision.compute == "int8" and {r.name for r in split_recipe(decision.recipe)} == {"dynamic", "row"}
+        if decision.op != "linear" or not fits:
+            return "dynamic steps are for linears in int8 by dynamic/row"
     fmt = get_format(decision.compute)
     scaled = any(r.is_scaled for r in split_recipe(decision.recipe))
     if scaled and (fmt.storage_bits > 16 or decision.compute == "bf16"):

@@ -13,9 +13,9 @@ from torch._dynamo.eval_frame import OptimizedModule
 
 from ..codegen.cpu.extension import cpu_operators
 from ..codegen.cpu.held_modules import HeldConv2d, HeldLinear
-from ..codegen.cpu.held_weights import STATIC
+from ..codegen.cpu.held_weights import DYNAMIC, STATIC
 from ..errors import PlanMismatchError, ReleaseError
-from ..hardware_db.formats import is_static, keeps_wide
+from ..hardware_db.formats import is_dynamic, is_static, packs_weight
 from ..passes.keys import FPROP, NodeKey
 from ..passes.plan import Decision, PrecisionPlan, load_plan
 from ..passes.static_steps import steps_of
@@ -145,7 +145,7 @@ def _users(model: nn.Module) -> Mapping[int, Sequence[str]]:
 def _why_left(layer: _Layer, users: Mapping[int, Sequence[str]]) -> str:
     """Why a layer keeps its weight, "" if it need not."""
     module, decisions = layer.module, layer.decisions
-    narrow = [d for d in decisions if keeps_wide(d.recipe) or is_static(d.recipe)]
+    narrow = [d for d in decisions if packs_weight(d.recipe)]
     if not narrow:
         return f"planned in {decisions[0].compute}, with no narrow weight"
     kinds = {(d.compute, d.recipe, d.static_range if is_static(d.recipe) else None) for d in decisions}
@@ -186,7 +186,8 @@ def _held(layer: _Layer) -> HeldLinear | HeldConv2d:
         assert steps is not None  # convolutions have no other narrow weights
         return HeldConv2d(module, steps)
     assert isinstance(module, nn.Linear)
-    return HeldLinear(module, STATIC if is_static(decision.recipe) else decision.compute, steps)
+    in_steps = STATIC if is_static(decision.recipe) else DYNAMIC if is_dynamic(decision.recipe) else decision.compute
+    return HeldLinear(module, in_steps, steps)
 
 
 def _bytes(model: nn.Module) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from ..errors import CalibrationError, LossError, NotDifferentiableError
 from ..hardware_db.capability import Device
-from ..hardware_db.formats import get_format, is_static, keeps_wide
+from ..hardware_db.formats import get_format, keeps_wide, packs_weight
 from ..hardware_db.narrow_weights import stores_weights
 from ..hardware_db.schema import OpClass
 from ..passes.drift import Metric, find_metric
@@ -69,7 +69,7 @@ def device_labels(device: Device) -> frozenset[str]:
     return frozenset(
         gemm_label(f, r)
         for f, r in SCORED_ARITHMETIC
-        if (stores_weights(device, f).ok if keeps_wide(r) else f in able) and (packing or not is_static(r))
+        if (stores_weights(device, f).ok if keeps_wide(r) else f in able) and (packing or not packs_weight(r))
     )
 
 

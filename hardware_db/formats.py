@@ -296,7 +296,9 @@ WIDE = Recipe(name="wide", block=None, power_of_two=False)
 """The recipe of an operand that is not rounded; the other operand of its product is."""
 STATIC = Recipe(name="static", block=None, power_of_two=False)
 """The recipe of an activation whose scale and zero point are fixed before it is known."""
-_OPERAND_RECIPES = MappingProxyType({**RECIPES, WIDE.name: WIDE, STATIC.name: STATIC})
+DYNAMIC = Recipe(name="dynamic", block=None, power_of_two=False)
+"""The recipe of an activation whose rows have a scale and a zero point each, of the values that they hold."""
+_OPERAND_RECIPES = MappingProxyType({**RECIPES, **{r.name: r for r in (WIDE, STATIC, DYNAMIC)}})
 
 
 def get_recipe(name: str) -> Recipe:
@@ -334,6 +336,16 @@ def keeps_wide(text: str) -> bool:
 def is_static(text: str) -> bool:
     """Whether a recipe fixes an operand's steps before it is known."""
     return STATIC in split_recipe(text)
+
+
+def is_dynamic(text: str) -> bool:
+    """Whether a recipe finds the steps of an operand's rows as they come."""
+    return DYNAMIC in split_recipe(text)
+
+
+def packs_weight(text: str) -> bool:
+    """Whether a recipe is one of products whose weight is packed once, for inference on CPUs."""
+    return not {WIDE, STATIC, DYNAMIC}.isdisjoint(split_recipe(text))
 
 
 def join_recipe(lhs: Recipe | str, rhs: Recipe | str) -> str:

@@ -25,7 +25,7 @@ from typing import cast
 from torch import fx
 
 from ..hardware_db.capability import Device, Verdict
-from ..hardware_db.formats import WIDE, get_format, is_static, keeps_wide, split_recipe
+from ..hardware_db.formats import WIDE, get_format, is_static, keeps_wide, packs_weight, split_recipe
 from ..hardware_db.narrow_weights import stores_weights
 from ..hardware_db.schema import OpClass, natural_accumulator, recipe_accumulator
 from .cost import format_of
@@ -155,10 +155,11 @@ class _Finder:
             if not _is_narrower(name, traced):
                 continue
             refused = self._refused(node, key, traced, name)
-            rounded = [r for r in recipes if not keeps_wide(r) and (not is_static(r) or self._packs(node, r, weights))]
+            recipes = [r for r in recipes if not packs_weight(r) or self._packs(node, r, weights)]
+            rounded = [r for r in recipes if not keeps_wide(r)]
             for recipe in rounded[:1] if refused else rounded:
                 yield self._way(node, key, traced, name, recipe, weights, refused)
-            for recipe in (r for r in recipes if keeps_wide(r) and self._packs(node, r, weights)):
+            for recipe in filter(keeps_wide, recipes):
                 yield self._way(node, key, traced, name, recipe, weights, self._refused_weight(key, name))
 
     def _way(
@@ -192,10 +193,9 @@ class _Finder:
         """Whether a product is one whose weight may be packed once: in a forward pass that nobody trains."""
         if self.joint or _traced(node) != "fp32" or not has_one_weight(weights):
             return False
-        if is_static(recipe) and gemm_op(node).kind == "matmul":  # type: ignore[union-attr]
-            shape = gemm_shape(node)
-            if shape is None or shape.m < _FEW_ROWS:  # narrow weights alone are read as fast, and lose less
-                return False
+        few = gemm_op(node).kind == "matmul" and ((s := gemm_shape(node)) is None or s.m < _FEW_ROWS)  # type: ignore
+        if few and not keeps_wide(recipe):  # narrow weights alone are read as fast, and lose less
+            return False
         return takes_recipe(node, recipe) and bool(self.device.profile.weights)
 
     def _reach(self, key: NodeKey) -> tuple[float, float] | None:

@@ -6,7 +6,7 @@ from torch import fx
 
 from ..errors import PlanHardwareError
 from ..hardware_db.capability import Device
-from ..hardware_db.formats import keeps_wide
+from ..hardware_db.formats import keeps_wide, packs_weight
 from ..hardware_db.narrow_weights import stores_weights
 from ..hardware_db.schema import Choice, OpClass, natural_accumulator, recipe_accumulator
 from .gemm import operand_nodes, takes_recipe
@@ -46,6 +46,7 @@ def forced_choice(
         )
     if not keeps_wide(choice.recipe):
         require(device, key, op_class, choice.format, choice.accumulate)
+    if not packs_weight(choice.recipe):
         return choice
     verdict = stores_weights(device, choice.format)
     if not verdict.ok:

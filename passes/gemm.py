@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ..hardware_db.formats import split_recipe
+from ..hardware_db.formats import packs_weight, split_recipe
 from ..hardware_db.schema import OpClass
 from .graph import node_op
 
@@ -131,11 +131,12 @@ def scaling(node: fx.Node, position: int, recipe: str) -> tuple[str, int]:
 def takes_recipe(node: fx.Node, recipe: str) -> bool:
     """Whether a GEMM's operands can be scaled by a recipe (`activation/weight`): attention and products that are summed
     over no single axis as whole tensors only, convolutions also by rows, the rest by any blocks along the sum.
-    Activations stay wide in products of two matrices alone; in static steps there and in convolutions of images."""
+    Activations stay wide, or have dynamic steps, in products of two matrices alone; static steps there and in
+    convolutions of images."""
     names = {r.name for r in split_recipe(recipe)}
     if names <= {"none", "tensor"}:
         return True
-    if names & {"wide", "static"}:
+    if packs_weight(recipe):
         image = node_op(node) == "aten.convolution" and len(node.args[3]) == 2 and not node.args[6]  # type: ignore[arg-type]
         return node_op(node) in ("aten.mm", "aten.addmm") or ("static" in names and image)
     op = GEMM_OPS[node_op(node)]

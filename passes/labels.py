@@ -24,6 +24,7 @@ SCORED_ARITHMETIC: tuple[tuple[str, str], ...] = (
     ("int4", "1x128/1x128"),
     ("fp16", "wide/none"),
     ("int8", "wide/row"),
+    ("int8", "dynamic/row"),
     ("int8", "static/row"),
     ("int4", "wide/1x128"),
 )  # fmt: skip

@@ -153,6 +153,9 @@ class _Legalizer:
                 if recipe == "static":
                     args[index] = self._static(operand, decision)
                     continue
+                if recipe == "dynamic":
+                    args[index] = self._dynamic(operand, scaling(node, position, "row")[1])
+                    continue
                 args[index] = self.forms.rounded(operand, decision.compute, *scaling(node, position, recipe))
         output = DTYPES[decision.output]
         if natively and node_op(node) in _UNFUSED:
@@ -176,6 +179,11 @@ class _Legalizer:
         assert decision.static_range is not None
         target = torch.ops.dsmp.fake_quantize_static.default
         return self.forms.call(target, (operand, *decision.static_range), {}, after=operand, like=operand)
+
+    def _dynamic(self, operand: fx.Node, axis: int) -> fx.Node:
+        """An operand with each row along the axis of the sum rounded to steps of its own."""
+        target = torch.ops.dsmp.fake_quantize_dynamic.default
+        return self.forms.call(target, (operand, axis), {}, after=operand, like=operand)
 
     def _unfused(self, node: fx.Node, args: list[Any], output: torch.dtype, traced: torch.dtype) -> None:
         """A narrow product with its bias added in the traced dtype: the bias is not rounded, nor the sum twice."""

@@ -10,6 +10,7 @@ operators of each pass. What is read of the model's inputs counts with the first
                       is stored in that format
     of an input       read, write and launch
     static steps      one write: who computes the value rounds it, knowing the steps before
+    dynamic steps     one read more: they are found first
 
 CPUs pack the 8-bit weights of a graph without a backward pass once: there they cost no conversion.
 
@@ -30,7 +31,7 @@ from typing import Protocol
 from torch import fx
 
 from ..hardware_db.capability import Device
-from ..hardware_db.formats import get_format, is_static, keeps_wide, split_recipe
+from ..hardware_db.formats import get_format, keeps_wide, packs_weight, split_recipe
 from .candidates import NodeWays, Way
 from .cost import CostModel, read_bytes, storage_bytes, value_bytes
 from .dataflow import readers
@@ -41,9 +42,9 @@ from .operand_copies import OperandCopy
 from .regions import leaves_region
 from .workload import flops_of, tensor_of
 
-_STATIC_CALL_S = 5e-6
-"""Seconds that calling a product of static steps takes beyond a library's: measured on a Zen 4 core, 8.5 against 3.8
-microseconds for a convolution of 16 channels."""
+_INT8_CALL_S = 5e-6
+"""Seconds that calling a product of static or dynamic steps takes beyond a library's: measured on a Zen 4 core, 8.5
+against 3.8 microseconds for a convolution of 16 channels."""
 
 _DEPTHWISE_CALL_S = 5e-5
 """Seconds that a call of torch's depthwise convolution takes on CPUs beyond its arithmetic: it brings the weights into
@@ -127,8 +128,8 @@ class Roofline(CostModel):
             if not self.device.rated(compute, accumulate):
                 compute, accumulate = "fp32", "fp32"  # emulated
             seconds = self.product_time(node, flops_of(node), compute, accumulate, way.output)
-            if is_static(way.recipe):
-                seconds += _STATIC_CALL_S
+            if packs_weight(way.recipe):
+                seconds += _INT8_CALL_S
             elif self._packed and _is_depthwise(node):
                 seconds += _DEPTHWISE_CALL_S
             if not (self._packed and get_format(compute).storage_bits <= 8):
@@ -150,8 +151,9 @@ class Roofline(CostModel):
     def copy_time(self, copy: OperandCopy, stored: str | None) -> float:
         if stored is None and copy.format == copy.traced:
             return 0.0
-        if copy.recipe == "static":
-            return 1e6 * self.memory_time(storage_bytes(copy.format, copy.numel))
+        if copy.recipe in ("static", "dynamic"):
+            found = storage_bytes(copy.traced, copy.numel) if copy.recipe == "dynamic" else 0
+            return 1e6 * self.memory_time(found + storage_bytes(copy.format, copy.numel))
         if stored is None or copy.quantised:
             recipe = copy.recipe if copy.quantised else "none"
             return 1e6 * self.device.conversion_time(stored or copy.traced, copy.format, recipe, copy.numel)

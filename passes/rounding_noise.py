@@ -90,8 +90,8 @@ class Spread:
         if recipe == "wide":
             return 0.0
         fmt = get_format(compute)
-        if recipe == "static":  # a range on one side of 0 has finer steps
-            return self.by_tensor * (2 / TOP) ** 2 / 12
+        if recipe in ("static", "dynamic"):  # a range on one side of 0 has finer steps
+            return (self.by_tensor if recipe == "static" else self.by_row) * (2 / TOP) ** 2 / 12
         scaled = {"none": self.plain * fmt.max**2, "tensor": self.by_tensor}.get(recipe, self.by_row) / fmt.max**2
         if fmt.kind == "int":
             return scaled / 12

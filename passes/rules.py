@@ -9,7 +9,7 @@ from typing import Any, Self
 from pydantic import ValidationError, model_validator
 
 from ..errors import RuleError
-from ..hardware_db.formats import is_static, keeps_wide, split_recipe
+from ..hardware_db.formats import is_static, packs_weight, split_recipe
 from .keys import NodeKey
 from .labels import SCORED_ARITHMETIC
 from .plan_fields import GEMM_CLASSES, STORED_FORMATS, FormatName, PlanModel, RecipeName, first_error
@@ -70,7 +70,7 @@ class Rule(PlanModel):
         if not self.applies(key):
             return False
         op = NodeKey.parse(key).op
-        if self.recipe is not None and keeps_wide(self.recipe):
+        if self.recipe is not None and packs_weight(self.recipe):
             return op == "linear"
         return op in GEMM_CLASSES or (self.recipe is None and self.format in STORED_FORMATS)
 

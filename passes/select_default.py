@@ -20,7 +20,7 @@ from typing import cast
 from torch import fx
 
 from ..hardware_db.capability import Device
-from ..hardware_db.formats import get_format, keeps_wide, split_recipe
+from ..hardware_db.formats import get_format, keeps_wide, packs_weight, split_recipe
 from ..hardware_db.schema import Choice, OpClass, natural_accumulator
 from .cast_motion import operand_storage
 from .cost import CostModel, format_of
@@ -206,7 +206,7 @@ class _Selector:
             compute=choice.format,
             recipe=self._recipe(node, choice) if choice.format != traced else "none",
             accumulate=choice.accumulate,
-            output=traced if keeps_wide(choice.recipe) else self._gemm_output(key, traced, choice.format),
+            output=traced if packs_weight(choice.recipe) else self._gemm_output(key, traced, choice.format),
             reason=Reason(code="rule", text=f"the rule {rule.match!r} asks for {rule.asked}"),
             time_us={f: 1e6 * self._gemm_time(node, key, traced, flops, c) for f, c in choices.items()},
         )

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..hardware_db.formats import is_static, keeps_wide, split_recipe
+from ..hardware_db.formats import packs_weight, split_recipe
 from .differentiable import run
 from .drift import Metric
 from .gemm import gemm_op, operand_slots, scaling, takes_recipe
@@ -45,7 +45,7 @@ from .regions import rounds_for_others
 from .rounding_noise import Rows, Spread
 from .rounding_ops import fake_quantize_op
 from .sample_layout import Layout, find_layouts
-from .static_steps import rounded_over_own_range
+from .static_steps import fake_quantize_dynamic, rounded_over_own_range
 
 SCORED_STORAGE = ("bf16", "fp16")
 """Formats that every stored result is scored for."""
@@ -193,7 +193,7 @@ class _Batch:
         if not sums.scored:
             sums.scored = frozenset(
                 (f, r) for f, r in SCORED_ARITHMETIC
-                if takes_recipe(node, r) and (not (keeps_wide(r) or is_static(r)) or has_one_weight(is_weight))
+                if takes_recipe(node, r) and (not packs_weight(r) or has_one_weight(is_weight))
             )  # fmt: skip
             sums.lhs_is_weight, sums.rhs_is_weight = is_weight[0], len(is_weight) > 1 and is_weight[1]
         for place, (index, axis) in enumerate(slots):
@@ -282,6 +282,9 @@ def round_operands(
             continue
         if name == "static":
             rounded[index] = rounded_over_own_range(args[index].detach())
+            continue
+        if name == "dynamic":
+            rounded[index] = fake_quantize_dynamic(args[index].detach(), scaling(node, position, "row")[1])
             continue
         rounded[index] = fake_quantize_op(args[index].detach(), compute, *scaling(node, position, name))
     return rounded

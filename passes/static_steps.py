@@ -1,4 +1,4 @@
-"""Static quantisation of activations: bytes whose steps are fixed by the range that calibration saw.
+"""Activations in bytes: static steps are fixed by the range that calibration saw, dynamic ones reach over each row.
 
 A byte in [0, TOP] stands for scale * (byte - zero). 7 bits: AVX2 without VNNI multiplies bytes in pairs that are added
 in int16, and only so can no pair overflow with weights of 8 bits (Intel, "Lower numerical precision deep learning
@@ -55,6 +55,25 @@ def fake_quantize_static(x: Tensor, low: float, high: float) -> Tensor:
 
 @fake_quantize_static.register_fake
 def _(x: Tensor, low: float, high: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("dsmp::fake_quantize_dynamic", mutates_args=())
+def fake_quantize_dynamic(x: Tensor, axis: int) -> Tensor:
+    """Every vector of a float tensor along `axis` rounded to the nearest of the steps that reach from its smallest to
+    its largest value; dtype and strides kept, NaN where a vector has infinities or NaN."""
+    if not x.numel():
+        return torch.empty_like(x)
+    low, high = (end.to(torch.float32) for end in torch.aminmax(x, dim=axis, keepdim=True))
+    scale = (high.clamp_(min=0) - low.clamp_(max=0)) / TOP
+    scale = torch.where(scale < _SMALLEST, 1.0, scale)
+    zero = (-low / scale).round_()
+    rounded = ((x / scale).round_() + zero).clamp_(0, TOP)
+    return torch.empty_like(x).copy_(rounded.sub_(zero).mul_(scale))
+
+
+@fake_quantize_dynamic.register_fake
+def _(x: Tensor, axis: int) -> Tensor:
     return torch.empty_like(x)
 
 

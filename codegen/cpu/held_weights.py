@@ -6,9 +6,9 @@
                                                                                    x fp32[N, C, H, W], as aten's
 
 `packed` is what `pack_weight` makes, `format` one of FORMATS: fp16, int8 and int4 widen weights (narrow_linear.py), and
-"static" multiplies int8 by activations in the steps of fp64 [1, 2], a scale and a zero (int8_ops.py). Compilers do not
-look into them; dsmp's backend takes them apart (held_graph.py), so that a plan's keys and fusions apply. They have no
-gradients.
+"static" and "dynamic" multiply int8 by activations in the steps of fp64 [1, 2], a scale and a zero, or of each row
+(int8_ops.py). Compilers do not look into them; dsmp's backend takes them apart (held_graph.py), so that a plan's keys
+and fusions apply. They have no gradients.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ...passes.graph import node_op
 from .extension import cpu_operators
 from .int8_ops import window
 
-STATIC = "static"
-"""The format of int8 weights whose activations have static steps."""
+STATIC, DYNAMIC = "static", "dynamic"
+"""The formats of int8 weights whose activations are bytes too, in static steps and in those of each row."""
 FORMATS = {"fp16": ("payload",), "int8": ("payload", "scales"), "int4": ("payload", "scales", "zeros"),
-           STATIC: ("payload", "scales", "sums")}  # fmt: skip
+           STATIC: ("payload", "scales", "sums"), DYNAMIC: ("payload", "scales", "sums")}  # fmt: skip
 """The names of the tensors that each format is packed into."""
 
 _LIBRARY: Any = torch.library.Library("dsmp", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -41,7 +41,8 @@ def pack_weight(weight: Tensor, format: str, groups: int = 1) -> tuple[Tensor, .
     _need_operators()
     weight = weight.detach()
     kernels = torch.ops.dsmp_cpu
-    return tuple(kernels.int8_pack(weight, groups) if format == STATIC else kernels.narrow_pack(weight, format))
+    in_bytes = format in (STATIC, DYNAMIC)
+    return tuple(kernels.int8_pack(weight, groups) if in_bytes else kernels.narrow_pack(weight, format))
 
 
 def is_held(node: Any, format: str = STATIC) -> bool:
@@ -58,9 +59,10 @@ def _need_operators() -> None:
 def _weight(packed: Sequence[Tensor], format: str, size: Sequence[int], groups: int) -> Tensor:
     _need_operators()
     kernels = torch.ops.dsmp_cpu
-    wide: Tensor = (
-        kernels.int8_unpack(*packed, size, groups) if format == STATIC else kernels.narrow_unpack(packed, format, *size)
-    )
+    if format in (STATIC, DYNAMIC):
+        wide: Tensor = kernels.int8_unpack(*packed, size, groups)
+    else:
+        wide = kernels.narrow_unpack(packed, format, *size)
     return wide
 
 
@@ -69,11 +71,12 @@ def _linear(
 ) -> Tensor:
     _need_operators()
     kernels = torch.ops.dsmp_cpu
-    product: Tensor = (
-        kernels.int8_linear_packed.shared(x, *packed, size, bias, steps, 0, "none")
-        if format == STATIC
-        else kernels.narrow_linear_packed(x, packed, bias, format, *size)
-    )
+    if format == STATIC:
+        product: Tensor = kernels.int8_linear_packed.shared(x, *packed, size, bias, steps, 0, "none")
+    elif format == DYNAMIC:
+        product = kernels.int8_dynamic_linear_packed(x, *packed, size, bias)
+    else:
+        product = kernels.narrow_linear_packed(x, packed, bias, format, *size)
     return product
 
 

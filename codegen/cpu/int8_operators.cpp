@@ -71,23 +71,8 @@ std::tuple<Tensor, Tensor, Tensor> int8_pack(const Tensor& weight, int64_t group
   return {made.payload, made.scales, made.sums};
 }
 
-// A packed weight that the caller holds: kernels read as far as `size` says.
-PackedWeight held(const Tensor& payload, const Tensor& scales, const Tensor& sums, IntArrayRef size, int64_t groups) {
-  int64_t count = size.size() >= 2 && groups > 0;
-  for (const int64_t length : size) count *= length;
-  TORCH_CHECK(count > 0, "a packed int8 weight has at least 2 axes and a number in it, not the shape ", size);
-  const int64_t bytes = Layout(size[0], size[1], count / size[0] / size[1], groups).size;
-  TORCH_CHECK(payload.scalar_type() == at::kChar && payload.is_contiguous() && payload.numel() == bytes,
-              "a packed int8 weight of ", size, " has ", bytes, " bytes in a row, not ", payload.numel(), " of ",
-              payload.scalar_type());
-  TORCH_CHECK(scales.scalar_type() == at::kFloat && scales.is_contiguous() && scales.numel() == size[0] &&
-                  sums.scalar_type() == at::kInt && sums.is_contiguous() && sums.numel() == size[0],
-              "a packed int8 weight of ", size, " has ", size[0], " scales of fp32 and as many sums of int32");
-  return {payload, scales, sums};
-}
-
 Tensor int8_unpack(const Tensor& payload, const Tensor& scales, const Tensor& sums, IntArrayRef size, int64_t groups) {
-  return unpacked(held(payload, scales, sums, size, groups), size, groups);
+  return unpacked(held_weight(payload, scales, sums, size, groups), size, groups);
 }
 
 // What bytes stand for: scale * (byte - zero). A scale of 0: the values are no bytes.
@@ -231,7 +216,7 @@ Tensor int8_convolution_packed(const Tensor& x, const Tensor& payload, const Ten
                                IntArrayRef dilation, int64_t groups, double x_scale, int64_t x_zero,
                                double residual_scale, int64_t residual_zero, c10::string_view activation,
                                double out_scale, int64_t out_zero) {
-  return convolve(x, held(payload, scales, sums, size, groups), size, bias, mean, variance, gain, shift, epsilon,
+  return convolve(x, held_weight(payload, scales, sums, size, groups), size, bias, mean, variance, gain, shift, epsilon,
                   residual, stride, padding, dilation, groups, x_scale, x_zero, residual_scale, residual_zero,
                   activation, out_scale, out_zero);
 }
@@ -284,7 +269,7 @@ Tensor int8_linear_packed(const Tensor& x, const Tensor& payload, const Tensor& 
                           IntArrayRef size, const OptionalTensor& bias, double x_scale, int64_t x_zero,
                           c10::string_view activation) {
   TORCH_CHECK(size.size() == 2, "int8_linear_packed: a weight has 2 axes, not the shape ", size);
-  return multiply(x, held(payload, scales, sums, size, 1), size[0], size[1], bias, x_scale, x_zero, activation);
+  return multiply(x, held_weight(payload, scales, sums, size, 1), size[0], size[1], bias, x_scale, x_zero, activation);
 }
 
 Tensor int8_linear_shared(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& steps,

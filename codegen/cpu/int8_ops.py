@@ -20,6 +20,7 @@ then the residual is added and the activation applied. The result is fp32 with a
 clamp(rint(y / out_scale) + out_zero, 0, TOP); it lies in channels_last order.
 
     int8_linear(x, weight, bias, x_scale, x_zero, activation)  fp32 [..., K] by fp32 [N, K], transposed: fp32 [..., N]
+    int8_dynamic_linear(x, weight, bias, transposed)           in steps of each row; by fp32 [K, N] if transposed
     int8_quantise(x, gate, scale, zero)                        fp32 [N, C, H, W], times [N, C, 1, 1] if given -> bytes
     int8_max_pool(x, kernel, stride, padding, dilation)        the bytes of the max-pool: rounding keeps the order
     int8_weight(weight, groups)                                what the weight is multiplied as, in its shape
@@ -27,8 +28,9 @@ clamp(rint(y / out_scale) + out_zero, 0, TOP); it lies in channels_last order.
 The overloads `shared` take `steps`, fp64 [rows, 2] of a scale and a zero, and a row in the place of each such pair of
 numbers (x_at, residual_at, out_at; -1 for none): graphs that differ in steps alone are compiled once (shared_steps.py).
 
-Whoever holds a weight packed, and no fp32 weight, has int8_pack(weight, groups) -> payload, scales, sums; int8_unpack;
-and int8_convolution_packed and int8_linear_packed, which read `payload, scales, sums, size` in the place of `weight`.
+Whoever holds a weight packed, and no fp32 one, has int8_pack(weight, groups) -> payload, scales, sums, and int8_unpack;
+int8_convolution, int8_linear and int8_dynamic_linear are `_packed` where they read `payload, scales, sums, size` as
+`weight`.
 """
 
 from __future__ import annotations
@@ -80,6 +82,10 @@ FAKES: dict[str, Callable[..., Tensor]] = {
     "int8_linear_packed": _multiplied_packed,
     "int8_linear_packed.shared": _multiplied_packed,
     "int8_unpack": lambda payload, scales, sums, size, groups: scales.new_empty(size),
+    "int8_dynamic_linear": lambda x, weight, bias, turned: x.new_empty(
+        (*x.shape[:-1], weight.shape[1 if turned else 0])
+    ),
+    "int8_dynamic_linear_packed": _multiplied_packed,
     "int8_linear": _multiplied,
     "int8_linear.shared": _multiplied,
     "int8_quantise": _quantised,

@@ -38,4 +38,19 @@ PackedWeight packed_weight(const at::Tensor& weight, int64_t groups) {
   return {(*kept)[0], (*kept)[1], (*kept)[2]};
 }
 
+PackedWeight held_weight(const at::Tensor& payload, const at::Tensor& scales, const at::Tensor& sums,
+                         at::IntArrayRef size, int64_t groups) {
+  int64_t count = size.size() >= 2 && groups > 0;
+  for (const int64_t length : size) count *= length;
+  TORCH_CHECK(count > 0, "a packed int8 weight has at least 2 axes and a number in it, not the shape ", size);
+  const int64_t bytes = Layout(size[0], size[1], count / size[0] / size[1], groups).size;
+  TORCH_CHECK(payload.scalar_type() == at::kChar && payload.is_contiguous() && payload.numel() == bytes,
+              "a packed int8 weight of ", size, " has ", bytes, " bytes in a row, not ", payload.numel(), " of ",
+              payload.scalar_type());
+  TORCH_CHECK(scales.scalar_type() == at::kFloat && scales.is_contiguous() && scales.numel() == size[0] &&
+                  sums.scalar_type() == at::kInt && sums.is_contiguous() && sums.numel() == size[0],
+              "a packed int8 weight of ", size, " has ", size[0], " scales of fp32 and as many sums of int32");
+  return {payload, scales, sums};
+}
+
 }  // namespace dsmp_int8

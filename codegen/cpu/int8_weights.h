@@ -17,4 +17,8 @@ PackedWeight packed_weight(const at::Tensor& weight, int64_t groups);
 // The same for the caller alone: nothing is kept.
 PackedWeight pack_weight(const at::Tensor& weight, int64_t groups);
 
+// A packed weight that the caller holds, of shape `size`; kernels read as far as that says.
+PackedWeight held_weight(const at::Tensor& payload, const at::Tensor& scales, const at::Tensor& sums,
+                         at::IntArrayRef size, int64_t groups);
+
 }  // namespace dsmp_int8

@@ -16,6 +16,7 @@ FORMS = {
     "fp16": {"compute": "fp16", "recipe": "wide/none", "accumulate": "fp32"},
     "int8": {"compute": "int8", "recipe": "wide/row", "accumulate": "fp32"},
     "int4": {"compute": "int4", "recipe": "wide/1x128", "accumulate": "fp32"},
+    "dynamic": {"compute": "int8", "recipe": "dynamic/row", "accumulate": "int32"},
     "static": {"compute": "int8", "recipe": "static/row", "accumulate": "int32", "static_range": (-4.0, 4.0)},
 }
 """What a linear's decision says in each form; convolutions have the last one alone."""

@@ -27,10 +27,10 @@ from dsmp.passes.static_steps import steps_of
 
 pytestmark = needs_operators
 
-SHARES = {"fp16": 0.55, "int8": 0.3, "int4": 0.17, "static": 0.3}
+SHARES = {"fp16": 0.55, "int8": 0.3, "int4": 0.17, "dynamic": 0.3, "static": 0.3}
 """What is left of the bytes of a model of width 512: of its weights a half, a quarter or an eighth, and scales."""
 
-LAYER_BY_LAYER = {"fp16": 1e-5, "int8": 1e-5, "int4": 1e-5, "static": 0.05}
+LAYER_BY_LAYER = {"fp16": 1e-5, "int8": 1e-5, "int4": 1e-5, "dynamic": 1e-5, "static": 0.05}
 """How far a released model is from its compiled self, relative in L2: alone, static layers read residuals unrounded."""
 
 
@@ -73,7 +73,7 @@ def test_the_audit_knows_released_layers(form: str) -> None:
     run = compiled(model, plan=plan, strict=True)
     run(x)
     entries = [e for e in dsmp.audit(run) if e.op in ("linear", "conv")]
-    name = "cpu_int8" if form == "static" else "cpu_narrow_linear"
+    name = {"static": "cpu_int8", "dynamic": "cpu_int8_dynamic"}.get(form, "cpu_narrow_linear")
     assert {(e.implementation, e.ran) for e in entries} == {(name, Ran.NATIVE)}
     assert [e.key for e in entries] == [d.key for d in plan if d.op in ("linear", "conv")]
 

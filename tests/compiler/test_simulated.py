@@ -51,9 +51,9 @@ def computed(made: PrecisionPlan) -> set[str]:
 
 
 def native(made: PrecisionPlan) -> bool:
-    """Whether every linear is one that a CPU multiplies: int8 alone in static steps."""
+    """Whether every linear is one that a CPU multiplies: int8 in static or dynamic steps."""
     linears = [d for d in made if d.op == "linear"]
-    return all(d.compute in ("fp32", "bf16", "fp16") or d.recipe == "static/row" for d in linears)
+    return all(d.compute in ("fp32", "bf16", "fp16") or d.recipe in ("static/row", "dynamic/row") for d in linears)
 
 
 def test_the_running_cpu_takes_only_what_it_multiplies_natively(running: str) -> None:

@@ -112,15 +112,15 @@ def test_weights_alone_are_narrow_on_cpus_where_nobody_trains():
     known = scores(["0|fprop|linear|0", "1|fprop|linear|0"], ranges={"lhs": STEPS})
     found = ways(graph, AVX2, known)["0|fprop|linear|0"]
     assert labels(found) == [
-        "fp32", "fp16:wide/none", "int8:row/row", "int8:tensor/tensor", "int8:static/row", "int8:wide/row",
-        "int4:wide/1x128",
+        "fp32", "fp16:wide/none", "int8:row/row", "int8:tensor/tensor", "int8:dynamic/row", "int8:static/row",
+        "int8:wide/row", "int4:wide/1x128",
     ]  # fmt: skip
     by_label = {w.label: w for w in found.ways}
     assert by_label["int8:wide/row"].accumulate == "fp32" and by_label["int8:row/row"].accumulate == "int32"
     assert by_label["int8:static/row"].static_range == (-1.0, 4.0) and by_label["int8:row/row"].static_range is None
     (trained,) = capture(model, (x,), training=True)
     narrow = [w.label for n in ways(trained, AVX2, known).values() for w in n.ways]
-    assert not any("wide" in label or "static" in label for label in narrow)
+    assert not any(name in label for name in ("wide", "static", "dynamic") for label in narrow)
     assert not any("wide" in w.label for w in ways(graph, "h800", known)["0|fprop|linear|0"].ways)
 
 
@@ -145,7 +145,7 @@ def test_few_rows_gain_nothing_from_static_steps():
     (graph,) = capture(nn.Sequential(*map(nn.Linear, (256, 256), (256, 9))), (torch.randn(4, 256),), training=False)
     key = "0|fprop|linear|0"
     found = ways(graph, AVX2, scores([key], ranges={"lhs": STEPS}))[key]
-    assert "int8:wide/row" in labels(found) and not any("static" in w.label for w in found.ways)
+    assert "int8:wide/row" in labels(found) and not any("static" in w.label or "dynamic" in w.label for w in found.ways)
 
 
 def _convolutions():

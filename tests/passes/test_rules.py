@@ -43,7 +43,7 @@ def test_a_recipe_fits_in_either_order_of_operands():
     ("text", "why"),
     [
         ("int8 static/row", "come from calibration"),
-        ("int8 mx32", "takes row/row or tensor/tensor or wide/row, not 'mx32'"),
+        ("int8 mx32", "takes row/row or tensor/tensor or wide/row or dynamic/row, not 'mx32'"),
         ("bf16 row/row", "bf16 takes no recipe"),
         ("int8 blocks", "unknown scaling recipe 'blocks'|'blocks'"),
         ("int8 wide row", "unknown numeric format"),
