@@ -10,7 +10,7 @@ With one thread a time is the processor time of that thread, which other work on
 it is wall time: only `fastest` means something unless the machine is idle. `error` is the relative distance (2-norm) of
 the outputs from those of the fp32 weight in fp64, on normal weights and rows.
 
-fbgemm's int8 rounds rows of x to 7 bits, ours (`a16`) to 16, and int4 `a8` to 8 bits per 128 columns.
+fbgemm's int8 rounds x to 7 bits, ours its rows to 7 (`dynamic`) or 16 (`a16`), int4 `a8` to 8 bits per 128 columns.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def implementations(weight: Tensor) -> Iterator[Implementation]:
     packed = ops.pack_int8(weight)
     for name in ("int8", "int8_a16"):
         yield _cloned(f"dsmp {name}", list(packed), partial(_ours, f"linear_{name}", n))
+    yield _cloned("dsmp int8 dynamic", list(ops.int8_pack(weight, 1)), partial(_dynamic, list(weight.shape)))
     payload, scales, zeros = ops.pack_int4(weight, 128, True, True)
     for name in ("int4", "int4_a16", "int4_a8"):
         product = partial(_ours, f"linear_{name}", n, group=128, zeros=zeros)
@@ -77,6 +78,11 @@ def implementations(weight: Tensor) -> Iterator[Implementation]:
 def _ours(op: str, n: int, x: Tensor, *packed: Tensor, group: int | None = None, zeros: Tensor | None = None) -> Tensor:
     call = getattr(torch.ops.dsmp_cpu, op)
     y: Tensor = call(x, *packed, None, n) if group is None else call(x, *packed, zeros, None, n, group)
+    return y
+
+
+def _dynamic(size: list[int], x: Tensor, *packed: Tensor) -> Tensor:
+    y: Tensor = torch.ops.dsmp_cpu.int8_dynamic_linear_packed(x, *packed, size, None)
     return y
 
 

@@ -44,7 +44,8 @@ class Sizes:
 class Workload:
     """A model, eval mode and fp32, the inputs it is called with by the title of the case, and how it is planned.
 
-    `alone` are names of modules to be compiled alone; none of them: the whole model is compiled.
+    `alone` are names of modules to be compiled alone; none of them: the whole model is compiled. With a budget that is
+    "untied" equal layers choose their formats each for itself.
     """
 
     name: str
@@ -125,7 +126,7 @@ def _bert(name: str, sizes: Sizes) -> Workload:
         model=model,
         cases={f"batch {b}": tokens(b, b) for b in sizes.batches},
         calibration=lambda: [tokens(1000 + i, 2) for i in range(2)],
-        budgets=("1%", "3%"),
+        budgets=("1%", "1% untied", "3%"),
         alone=tuple(f"encoder.layer.{i}" for i in range(layers)),
     )
 

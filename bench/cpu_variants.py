@@ -220,10 +220,11 @@ def make_plan(name: str, sizes: Sizes, title: str, budget: str, file: Path) -> s
     """
     warnings.simplefilter("ignore")
     work = workload(name, sizes)
+    share, _, untied = budget.partition(" ")
     try:
         plan = dsmp.plan(
-            work.model(), work.cases[title], calibration=work.calibration(), budget=budget, drift=work.drift,
-            training=False, hardware="cpu",
+            work.model(), work.cases[title], calibration=work.calibration(), budget=share, drift=work.drift,
+            training=False, hardware="cpu", tied=not untied,
         )  # fmt: skip
     except dsmp.DsmpError as error:  # it may not survive the way between processes
         raise VariantError(f"{type(error).__name__}: {error}") from error
