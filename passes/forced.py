@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import fx
 
 from ..errors import PlanHardwareError
@@ -27,19 +29,26 @@ _DEFAULT_RECIPES = {
     "int4": "1x128/1x128",
     "fp16": "tensor/tensor",
 }
+# What int8 is in inference on CPUs, which have no kernels for the usual recipe.
+_PACKED_INT8 = "dynamic/row"
 
 
 def forced_choice(
     rule: Rule, node: fx.Node, key: str, op_class: OpClass, traced: str, device: Device,
     parameters: frozenset[fx.Node], *, training: bool,
 ) -> Choice:  # fmt: skip
-    """A rule's format for a GEMM, in the recipe that the rule names, or the ladder's, or the usual one.
+    """A rule's format for a GEMM, in the recipe that the rule names, or the device has kernels for, or the ladder's, or
+    the usual one.
 
     Raises PlanHardwareError unless the device can compute this GEMM so.
     """
     choice = _asked(rule, device, op_class)
     if choice.format == traced:
         return choice
+    by_weight = has_one_weight([root(n, through_casts=True) in parameters for n in operand_nodes(node)[:2]])
+    packs = by_weight and not training and traced == "fp32" and stores_weights(device, choice.format).ok
+    if rule.recipe is None and choice.format == "int8" and packs and takes_recipe(node, _PACKED_INT8):
+        choice = replace(choice, recipe=_PACKED_INT8)
     if rule.recipe is not None and not takes_recipe(node, rule.recipe):
         raise PlanHardwareError(
             f"{key}: {rule.recipe} cannot scale its operands. Let the rule's glob leave it out, or name no recipe."
@@ -49,6 +58,10 @@ def forced_choice(
     if not packs_weight(choice.recipe):
         return choice
     verdict = stores_weights(device, choice.format)
+    if not verdict.ok and not keeps_wide(choice.recipe):
+        raise PlanHardwareError(
+            f"{key}: {rule.asked} is for CPUs, which {device.id} is not. Ask for {rule.format} alone."
+        )
     if not verdict.ok:
         raise PlanHardwareError(f"{key}: {verdict.reason}")
     if training:
@@ -60,7 +73,7 @@ def forced_choice(
         raise PlanHardwareError(
             f"{key}: {rule.asked} is for products in fp32, and this was written in {traced}. Plan the model in fp32."
         )
-    if not has_one_weight([root(n, through_casts=True) in parameters for n in operand_nodes(node)[:2]]):
+    if not by_weight:
         raise PlanHardwareError(
             f"{key}: {rule.asked} is for products by a parameter, and this has none. Let the rule's glob leave it out."
         )

@@ -15,7 +15,7 @@ from .labels import SCORED_ARITHMETIC
 from .plan_fields import GEMM_CLASSES, STORED_FORMATS, FormatName, PlanModel, RecipeName, first_error
 from .program import Program
 
-CONCERNS = "tf32, formats below 16 bits and recipes are for GEMMs, recipes with wide for linears"
+CONCERNS = "tf32, formats below 16 bits and recipes are for GEMMs, recipes with wide or dynamic for linears"
 """Which nodes a rule can be for."""
 
 

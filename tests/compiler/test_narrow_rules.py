@@ -10,7 +10,9 @@ import dsmp
 from dsmp.errors import PlanHardwareError, RuleError
 
 RULES = {"*|linear|*": "int8 wide/row", "down|*": "int4 wide/1x128"}
-ERRORS = {"fp16 wide/none": 1e-3, "int8 wide/row": 1e-2, "int4 wide/1x128": 0.15}
+ERRORS = {
+    "fp16 wide/none": 1e-3, "int8 wide/row": 1e-2, "int4 wide/1x128": 0.15, "int8 dynamic/row": 3e-2, "int8": 3e-2,
+}  # fmt: skip
 
 
 def _example() -> tuple[Mlp, torch.Tensor]:
@@ -30,7 +32,19 @@ def test_weights_are_stored_as_a_rule_asks(text):
     error = float((got - exact).norm() / exact.norm())
     assert ERRORS[text] / 100 < error < ERRORS[text]
     entries = [e for e in dsmp.audit(compiled) if e.op == "linear"]
-    assert [e.implementation for e in entries] == ["cpu_narrow_linear"] * 2
+    assert [e.implementation for e in entries] == ["cpu_narrow_linear" if "wide" in text else "cpu_int8_dynamic"] * 2
+
+
+def test_int8_alone_is_what_the_device_has_kernels_for():
+    model, x = _example()
+    for hardware, training, recipe in (
+        ("cpu", False, "dynamic/row"),
+        ("cpu", True, "row/row"),
+        ("a100", False, "row/row"),
+    ):
+        plan = dsmp.plan(model, (x,), training=training, hardware=hardware, rules={"*|fprop|linear|*": "int8"})
+        found = {d.recipe.replace("row/row", "row") for d in plan if d.op == "linear" and d.phase == "fprop"}
+        assert found == {recipe.replace("row/row", "row")}
 
 
 @needs_operators
@@ -57,7 +71,7 @@ def test_rules_choose_among_what_was_measured():
         model, (x,), training=False, hardware="cpu", calibration=[(x,)], budget="1e-9", rules={"up|*": "fp16 wide/none"}
     )
     assert [(d.compute, d.recipe) for d in plan if d.op == "linear"] == [("fp16", "wide/none"), ("fp32", "none")]
-    with pytest.raises(RuleError, match="recipes with wide for linears"):
+    with pytest.raises(RuleError, match="recipes with wide or dynamic for linears"):
         plan.solve(budget=0.5, rules={"norm|*": "int8 wide/row"})
     again = plan.solve(budget=0.5, rules={"*|linear|*": "int8 wide/row"})
     assert [(d.compute, d.recipe) for d in again if d.op == "linear"] == [("int8", "wide/row")] * 2
@@ -68,6 +82,8 @@ def test_rules_choose_among_what_was_measured():
     [
         ({"training": True}, r"up\|fprop\|linear\|0: int8 wide/row stores weights for inference"),
         ({"hardware": "h800"}, "has no linears with int8 weights alone"),
+        ({"hardware": "h800", "rule": "int8 dynamic/row"}, "int8 dynamic/row is for CPUs, which h800 is not"),
+        ({"training": True, "rule": "int8 dynamic/row"}, "stores weights for inference"),
         ({"dtype": torch.bfloat16}, "written in bf16"),
     ],
 )
@@ -77,7 +93,7 @@ def test_narrow_weights_where_they_cannot_be(settings, why):
     with pytest.raises(PlanHardwareError, match=why):
         dsmp.plan(
             model.to(dtype), (x.to(dtype),), training=settings.get("training", False),
-            hardware=settings.get("hardware", "cpu"), rules={"*": "int8 wide/row"},
+            hardware=settings.get("hardware", "cpu"), rules={"*": settings.get("rule", "int8 wide/row")},
         )  # fmt: skip
 
 
