@@ -65,7 +65,7 @@ def fake_quantize_dynamic(x: Tensor, axis: int) -> Tensor:
     if not x.numel():
         return torch.empty_like(x)
     low, high = (end.to(torch.float32) for end in torch.aminmax(x, dim=axis, keepdim=True))
-    scale = (high.clamp_(min=0) - low.clamp_(max=0)) / TOP
+    scale = high.clamp_(min=0) / TOP - low.clamp_(max=0) / TOP  # finite wherever the values are
     scale = torch.where(scale < _SMALLEST, 1.0, scale)
     zero = (-low / scale).round_()
     rounded = ((x / scale).round_() + zero).clamp_(0, TOP)

@@ -63,7 +63,8 @@ void reach(const float* x, int64_t n, float& low, float& high) {
 RowSteps quantise(const float* x, int64_t n, uint8_t* out) {
   float low, high;
   reach(x, n, low, high);
-  const float scale = (high - low) / static_cast<float>(kTop);
+  const auto top = static_cast<float>(kTop);
+  const float scale = high / top - low / top;  // so that it is finite wherever the row is
   if (!std::isfinite(scale)) {
     std::memset(out, 0, n);
     return {std::numeric_limits<float>::quiet_NaN(), 0.0f};

@@ -64,9 +64,11 @@ def test_a_row_does_not_depend_on_others_nor_on_threads() -> None:
 
 def test_rows_that_no_steps_reach_over() -> None:
     torch.manual_seed(0)
-    x, weight, bias = torch.randn(7, 33), torch.randn(20, 33), torch.randn(20)
+    x, weight, bias = torch.randn(8, 33), torch.randn(20, 33), torch.randn(20)
     x[0, 32], x[1, 0], x[2, 5] = float("nan"), float("inf"), -float("inf")
     x[3], x[4] = 0.0, 1e-44
+    x[5] *= 3e38 / x[5].abs().max()  # its ends are further apart than the largest number
+    x[5, 0], weight = -3e38, weight * 1e-3
     y, simulated = ops.int8_dynamic_linear(x, weight, bias, False), fake_quantize_dynamic(x, -1)
     assert y[:3].isnan().all() and simulated[:3].isnan().all()
     assert torch.equal(y[3:5], bias.expand(2, -1)) and not simulated[3:5].any()
