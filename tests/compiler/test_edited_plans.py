@@ -36,6 +36,7 @@ GEMM, KEPT = "0|fprop|linear|0", "1|fprop|erf|0"
         (GEMM, {"compute": "tf32", "recipe": "1x128/128x128"}, "needs no scales"),
         (GEMM, {"compute": "int8", "accumulate": "int32", "recipe": "none"}, "row/row"),
         (GEMM, {"traced": "bf16", "compute": "int8", "accumulate": "int32", "recipe": "static/row"}, "written in bf16"),
+        (GEMM, {"compute": "int8", "accumulate": "int32", "recipe": "dynamic/dynamic"}, "by dynamic/row"),
         (GEMM, {"compute": "fp8_e4m3fnuz", "recipe": "1x128/128x128"}, "flavour"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 from dsmp.errors import UnknownRecipeError
 from dsmp.hardware_db import resolve
-from dsmp.hardware_db.formats import is_static, join_recipe, keeps_wide, split_recipe
+from dsmp.hardware_db.formats import is_dynamic, is_static, join_recipe, keeps_wide, packs_weight, split_recipe
 from dsmp.hardware_db.measurement import GemmPoint, Measurement
 from dsmp.hardware_db.narrow_weights import narrow_weights_time, stores_weights
 from dsmp.hardware_db.schema import recipe_accumulator
@@ -43,6 +43,10 @@ def test_a_token_is_limited_by_memory_and_many_rows_by_arithmetic():
 
 def test_recipes_of_one_operand():
     assert keeps_wide("wide/row") and not keeps_wide("row/row") and is_static("static/row")
+    assert is_dynamic("row/dynamic") and not is_dynamic("static/row") and not keeps_wide("dynamic/row")
+    assert [packs_weight(r) for r in ("wide/row", "static/row", "row/dynamic", "row/row", "none")] == [True] * 3 + [
+        False
+    ] * 2
     assert join_recipe(*split_recipe("wide/1x128")) == "wide/1x128"
     assert recipe_accumulator("int8", "wide/row") == "fp32" and recipe_accumulator("int8", "static/row") == "int32"
     with pytest.raises(UnknownRecipeError, match="wide"):
