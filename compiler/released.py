@@ -6,6 +6,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -165,13 +166,24 @@ def _why_left(layer: _Layer, users: Mapping[int, Sequence[str]]) -> str:
         return f"its weight is {weight.dtype} on {weight.device}, not fp32 on a CPU"
     if any(getattr(module, hooks) for hooks in _HOOKS):
         return "it has hooks, which would be lost"
-    plain = nn.Conv2d(1, 1, 1, device="meta") if isinstance(module, nn.Conv2d) else nn.Linear(1, 1, device="meta")
-    if own := sorted(_own(module) - _own(plain) - {"_compiled_call_impl"}):
+    if own := sorted(_added(module) - _marks(module).keys()):
         return f"it has {', '.join(own[:5])} of its own, which would be lost"
     sharing = users[weight.untyped_storage()._cdata]
     if len(sharing) > 1:
         return f"its weight is shared: {', '.join(sharing)}"
     return ""
+
+
+def _added(module: nn.Module) -> set[str]:
+    """What was put onto a layer, by name."""
+    plain = nn.Conv2d(1, 1, 1, device="meta") if isinstance(module, nn.Conv2d) else nn.Linear(1, 1, device="meta")
+    return _own(module) - _own(plain) - {"_compiled_call_impl"}
+
+
+def _marks(module: nn.Module) -> dict[str, Any]:
+    """What of that says something about the layer and does nothing, such as transformers' `_is_hf_initialized`."""
+    values = {name: module.__dict__[name] for name in _added(module) & module.__dict__.keys()}
+    return {name: value for name, value in values.items() if isinstance(value, (bool, int, float, str, type(None)))}
 
 
 def _own(module: nn.Module) -> set[str]:
@@ -180,6 +192,12 @@ def _own(module: nn.Module) -> set[str]:
 
 
 def _held(layer: _Layer) -> HeldLinear | HeldConv2d:
+    fresh = _packed(layer)
+    fresh.__dict__.update({k: v for k, v in _marks(layer.module).items() if k not in fresh.__dict__})
+    return fresh
+
+
+def _packed(layer: _Layer) -> HeldLinear | HeldConv2d:
     decision, module = layer.decisions[0], layer.module
     steps = steps_of(*decision.static_range) if decision.static_range is not None else None
     if isinstance(module, nn.Conv2d):

@@ -14,6 +14,7 @@ from compiling import compiled
 from narrow_plans import FORMS, Cnn, Mlp, narrow_plan, needs_operators, sample
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
+from transformers import BertConfig, BertModel
 
 import dsmp
 from dsmp.codegen.audit import Ran
@@ -306,6 +307,19 @@ def test_what_was_put_onto_a_layer_is_not_lost() -> None:
     assert report.left == {
         "up": "it has forward of its own, which would be lost", "down": "it has lora of its own, which would be lost",
     }  # fmt: skip
+
+
+def test_marks_of_libraries_stay_on_layers() -> None:
+    config = BertConfig(
+        num_hidden_layers=1, hidden_size=32, intermediate_size=64, num_attention_heads=2, vocab_size=50
+    )  # fmt: skip
+    model, ids = BertModel(config, add_pooling_layer=False).eval(), torch.arange(20).reshape(2, 10)
+    model.encoder.layer[0].intermediate.dense.note = "wide"
+    plan = narrow_plan(model, ids, "dynamic")
+    report = dsmp.release_weights(model, plan)
+    assert len(report.released) == 6 and not report.left
+    held = model.encoder.layer[0].intermediate.dense
+    assert isinstance(held, HeldLinear) and held.note == "wide" and held._is_hf_initialized is True
 
 
 @pytest.mark.parametrize("form", FORMS)
