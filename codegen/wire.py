@@ -205,7 +205,10 @@ def _narrowed(x: Tensor, wire: WireFormat, dtype: torch.dtype) -> Tensor:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.uint8)
+    x = x.contiguous()
+    if x.stride(-1) != 1:  # one column is contiguous whatever its stride
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x.view(torch.uint8)
 
 
 def _values(payload: Tensor, dtype: torch.dtype) -> Tensor:

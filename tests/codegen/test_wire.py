@@ -57,6 +57,13 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     return x.reshape(2, -1).T if length % 2 == 0 and draw(st.booleans()) else x
 
 
+@pytest.mark.parametrize("wire", FORMATS)
+def test_a_value_for_each_rank_with_strides_of_more(wire: str) -> None:
+    for count in (1, 3):
+        x = torch.arange(2.0 * count)[::2]
+        assert torch.equal(encode([x], count, wire), encode([x.clone()], count, wire))
+
+
 @settings(max_examples=150, deadline=None)
 @given(x=tensors(), wire=st.sampled_from(FORMATS), rows=st.sampled_from([1, 2, 3, 8]))
 def test_sizes_bounds_and_stability(x: torch.Tensor, wire: str, rows: int) -> None:
