@@ -58,12 +58,9 @@ def forced_choice(
     if not packs_weight(choice.recipe):
         return choice
     verdict = stores_weights(device, choice.format)
-    if not verdict.ok and not keeps_wide(choice.recipe):
-        raise PlanHardwareError(
-            f"{key}: {rule.asked} is for CPUs, which {device.id} is not. Ask for {rule.format} alone."
-        )
     if not verdict.ok:
-        raise PlanHardwareError(f"{key}: {verdict.reason}")
+        elsewhere = f"{rule.asked} is for CPUs, which {device.id} is not. Ask for {rule.format} alone."
+        raise PlanHardwareError(f"{key}: {verdict.reason if keeps_wide(choice.recipe) else elsewhere}")
     if training:
         raise PlanHardwareError(
             f"{key}: {rule.asked} stores weights for inference, and this is a training step. Plan with training=False, "

@@ -26,6 +26,7 @@ from .int8_ops import window
 
 STATIC, DYNAMIC = "static", "dynamic"
 """The formats of int8 weights whose activations are bytes too, in static steps and in those of each row."""
+_IN_BYTES = (STATIC, DYNAMIC)
 FORMATS = {"fp16": ("payload",), "int8": ("payload", "scales"), "int4": ("payload", "scales", "zeros"),
            STATIC: ("payload", "scales", "sums"), DYNAMIC: ("payload", "scales", "sums")}  # fmt: skip
 """The names of the tensors that each format is packed into."""
@@ -41,8 +42,7 @@ def pack_weight(weight: Tensor, format: str, groups: int = 1) -> tuple[Tensor, .
     _need_operators()
     weight = weight.detach()
     kernels = torch.ops.dsmp_cpu
-    in_bytes = format in (STATIC, DYNAMIC)
-    return tuple(kernels.int8_pack(weight, groups) if in_bytes else kernels.narrow_pack(weight, format))
+    return tuple(kernels.int8_pack(weight, groups) if format in _IN_BYTES else kernels.narrow_pack(weight, format))
 
 
 def is_held(node: Any, format: str = STATIC) -> bool:
@@ -59,7 +59,7 @@ def _need_operators() -> None:
 def _weight(packed: Sequence[Tensor], format: str, size: Sequence[int], groups: int) -> Tensor:
     _need_operators()
     kernels = torch.ops.dsmp_cpu
-    if format in (STATIC, DYNAMIC):
+    if format in _IN_BYTES:
         wide: Tensor = kernels.int8_unpack(*packed, size, groups)
     else:
         wide = kernels.narrow_unpack(packed, format, *size)

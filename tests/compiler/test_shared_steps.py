@@ -195,7 +195,7 @@ def test_a_model_whose_layers_share_is_compiled_as_a_whole() -> None:
     assert torch.equal(got, expected)
 
 
-def test_steps_follow_a_layer_that_moves() -> None:
+def test_whichever_layer_is_called_first_is_the_one_that_is_compiled() -> None:
     model, x, plan = planned()
     expected = whole(model, x, plan)
     dsmp.compile_modules(model, plan, "layers.*", executor="eager")
@@ -205,7 +205,7 @@ def test_steps_follow_a_layer_that_moves() -> None:
     assert copy.deepcopy(model).layers[1]._compiled_call_impl is None
 
 
-def test_gradients_of_layers_that_share(caplog: pytest.LogCaptureFixture) -> None:
+def test_gradients_of_layers_that_share() -> None:
     """A plan of inference is called with gradients: simulated, and in its own steps all the same."""
     model, x, plan = planned()
     alone = copy.deepcopy(model)
